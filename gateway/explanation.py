@@ -70,7 +70,7 @@ class Explainer:
         started = time.perf_counter()
         call = self._canonicaliser.canonicalise(endpoint, body, headers, policy=self._policy, **context)
         seconds = time.perf_counter() - started
-        candidates = self._router.order(call)
+        candidates = self._router.order(call, context["now"])
         if not candidates:
             raise BadRequest(self._refusal(call))
         as_sent = Canonicaliser(self._secret).canonicalise(endpoint, body, headers, policy=self._untouched, **context)

@@ -51,6 +51,8 @@ class AttemptLog:
         `open_call` records in the ledger that a deployment is about to receive the call.
         """
         self.task = task  # the call's task, which wait bounds cancel
+        # Kept, since Python 3.11 makes a system call whenever it is asked for the running loop.
+        self.loop = asyncio.get_running_loop() if task is None else task.get_loop()
         self.done: list[Attempt] = []
         self.last_deployment: DeploymentState | None = (
             None  # the last one that may have computed something for the call

@@ -61,7 +61,7 @@ class AttemptRunner:
         the event-loop time by which the first chunk must arrive. `in_own_task` is True if the attempt runs in a task of
         its own, which its creator may cancel; otherwise it runs in the call's task.
         """
-        deployment, loop = candidate.deployment, asyncio.get_running_loop()
+        deployment, loop = candidate.deployment, attempts.loop
         if deployment.estimate.prefill_tokens_queued:
             await wait_for_shared_prefill(call, deployment, deadline)
         request = call
@@ -113,7 +113,7 @@ class AttemptRunner:
             return None
         assert response is not None
         self._learn_first_chunk(call, attempt.sent, started, ended)
-        return Upstream(call, candidate, attempt.sent, response, first, attempts.task, self._quarantine)
+        return Upstream(call, candidate, attempt.sent, response, first, attempts, self._quarantine)
 
     def _learn_first_chunk(self, call: Call, sent: SentCall, started: float, now: float) -> None:
         """Record the time to the first chunk: for outlier detection, the prefill rate and the hedge delay."""

@@ -188,10 +188,10 @@ async def record_lost_connection(
     return True
 
 
-def record_completion(quarantine: Quarantine, deployment: DeploymentState, call: Call) -> None:
+def record_completion(quarantine: Quarantine, deployment: DeploymentState, call: Call, now: float) -> None:
     """A response is complete: trust the deployment again, and forget the request's crashes."""
     deployment.breaker.completed()
-    deployment.evidence.completed(asyncio.get_running_loop().time())
+    deployment.evidence.completed(now)
     if quarantine.records:  # free while no deployment has crashed
         quarantine.succeeded(fingerprint_of(call))
 

@@ -16,7 +16,6 @@ stream is resumed once at most, because a request at which two deployments broke
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -85,7 +84,7 @@ class ResumedStream(Upstream):
     ) -> None:
         """`deployments` are those that may answer the call; `open_next` opens one that is not rejected."""
         super().__init__(
-            call, first.chosen, first.sent, first.response, first.first_chunk_bytes, attempts.task, first._quarantine
+            call, first.chosen, first.sent, first.response, first.first_chunk_bytes, attempts, first._quarantine
         )
         self.on_released = first.on_released
         self._attempts = attempts
@@ -159,7 +158,7 @@ class ResumedStream(Upstream):
 
     async def _resume(self, cut: UpstreamCut) -> ResumedAnswer:
         """Switch to a deployment that resumes the answer. Raises `cut` if there is none."""
-        loop, partial, attempts = asyncio.get_running_loop(), self._partial, self._attempts
+        loop, partial, attempts = self._loop, self._partial, self._attempts
         capable = [deployment for deployment in self._deployments if can_continue(deployment, self._call)]
         candidates = [deployment for deployment in capable if deployment is not self.deployment]
         if not candidates and not self.caused_crash and self.fault is not Fault.TIMEOUT:

@@ -110,12 +110,13 @@ class Router:
         """How many attempts were not made because a retry budget was spent."""
         return self._retry_budgets.refused
 
-    def order(self, call: Call, models: Sequence[str] | None = None, *, explains_cost: bool = True) -> list[Candidate]:
+    def order(
+        self, call: Call, now: float, models: Sequence[str] | None = None, *, explains_cost: bool = True
+    ) -> list[Candidate]:
         """The deployments of `models`, best first; by default, of the call's model and then of its fallbacks.
 
         `explain` shows them. Unless `explains_cost`, a deployment to which there is no alternative gets no cost.
         """
-        now = asyncio.get_running_loop().time()
         if call.policy is not self._policy:
             self._use(call.policy)
         strategy = self._chosen[call.operation]
@@ -180,7 +181,7 @@ class Router:
 
     async def open_first(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
         """As `open`, but the caller closes the upstream. `permit` then holds a slot at the upstream's deployment."""
-        limits, loop = call.latency_class, asyncio.get_running_loop()
+        limits, loop = call.latency_class, attempts.loop
         if call.policy is not self._policy:
             self._use(call.policy)
         is_logged, deadline = self._logs_routes, call.deadline
@@ -193,7 +194,7 @@ class Router:
         rounds = 0
         models: Sequence[str] | None = None  # to be tried instead of the call's model, for `fallbacks_when`
         while True:
-            candidates = self.order(call, models, explains_cost=is_logged)
+            candidates = self.order(call, loop.time(), models, explains_cost=is_logged)
             if not candidates:
                 _raise_refusal(call, self._fleet.deployments_of(call.model))
             candidates = _remaining(candidates, attempts)
@@ -249,7 +250,7 @@ class Router:
 
         Raises if no further attempt is allowed: the request is quarantined, or the retry budget is spent.
         """
-        loop, hedge, remaining = asyncio.get_running_loop(), call.latency_class.hedge, iter(candidates)
+        loop, hedge, remaining = attempts.loop, call.latency_class.hedge, iter(candidates)
         for candidate in remaining:
             deployment, now = candidate.deployment, loop.time()
             if len(attempts.done) >= MAX_ATTEMPTS or attempts.crashes >= CRASHES_TO_STOP or now >= deadline:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from gateway.core.errors import UpstreamCut
 from gateway.core.timers import WaitBound
@@ -17,6 +16,7 @@ from gateway.deployments.sent_call import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.providers.sse import count_events
 from gateway.providers.text_events import TextSink
+from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.base import Candidate
 from gateway.routing.blame import record_broken_stream, record_completion
 from gateway.types import Call
@@ -35,7 +35,7 @@ class Upstream:
         sent: SentCall,
         response: UpstreamResponse,
         first: bytes,
-        task: asyncio.Task[Any] | None,
+        attempts: AttemptLog,
         quarantine: Quarantine,
     ) -> None:
         self.response = response
@@ -50,10 +50,11 @@ class Upstream:
         self.fault: Fault | None = None  # why the stream broke; None if it did not
         self.caused_crash = False  # True if the deployment crashed during this call
         self._call = call
-        self._task = task
+        self._task = attempts.task
+        self._loop = attempts.loop
         self._quarantine = quarantine
         self._wait: WaitBound | None = None
-        self._began_at = asyncio.get_running_loop().time()
+        self._began_at = self._loop.time()
 
     async def first(self) -> bytes:
         """The first chunk: the response's beginning, up to and including its first output."""
@@ -78,7 +79,7 @@ class Upstream:
             limits = self._call.latency_class
             inter_token = min(limits.inter_token, self._call.read_timeout_seconds)
             self._wait = WaitBound(inter_token, self._call.deadline, task=self._task)
-        wait, now = self._wait, asyncio.get_running_loop().time
+        wait, now = self._wait, self._loop.time
 
         def timed_sink(chunk: bytes) -> bool:
             if not chunk.startswith(b":") or count_events(chunk):  # comments are no progress
@@ -122,7 +123,7 @@ class Upstream:
 
     def completed(self) -> None:
         """The response is complete: trust the deployment again and forget the request's crashes."""
-        record_completion(self._quarantine, self.deployment, self._call)
+        record_completion(self._quarantine, self.deployment, self._call, self._loop.time())
 
     async def aclose(self) -> None:
         """End the call at this deployment and close the response. Call it once."""
@@ -131,7 +132,7 @@ class Upstream:
         await self._release()
 
     async def _release(self) -> None:
-        self.sent.end(asyncio.get_running_loop().time())
+        self.sent.end(self._loop.time())
         if self.on_released is not None:
             self.on_released(self)
         await self.response.aclose()

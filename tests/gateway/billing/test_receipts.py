@@ -199,7 +199,7 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("hours", [-5, 5])
-def test_setting_the_clock_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+async def test_setting_the_clock_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     timings = PhaseTimings()
     attempts = AttemptLog(lambda: 1, lambda span: {}, now_ns=timings.now_ns)
     monkeypatch.setattr(time, "time_ns", lambda: timings.started_ns + hours * 3600 * 10**9)

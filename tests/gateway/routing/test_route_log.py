@@ -51,8 +51,9 @@ async def test_a_deployment_without_alternative_has_a_predicted_cost_if_it_is_lo
     (row,) = read_routes(tmp_path)
     assert row.candidates[0].cost_seconds > 0
     assert row.candidates[0].ttft_seconds > 0
-    call = a_call(chat("x" * 4000), rig.policy, now=asyncio.get_running_loop().time())
-    (explained,), (tried,) = rig.router.order(call), rig.router.order(call, explains_cost=False)
+    now = asyncio.get_running_loop().time()
+    call = a_call(chat("x" * 4000), rig.policy, now=now)
+    (explained,), (tried,) = rig.router.order(call, now), rig.router.order(call, now, explains_cost=False)
     assert explained.cost_seconds > 0
     assert (tried.cost_seconds, tried.matched_tokens) == (0, explained.matched_tokens)
 
