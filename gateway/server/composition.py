@@ -138,24 +138,9 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
     make = partial(make_provider, transport=transport, resolve_secret=resolve_secret)
     fleet = Fleet(make, worker.share_of, outbox)
     recent = RecentCalls(worker.number)
-    telemetry = Telemetry(
-        settings.otlp_endpoint,
-        replica=settings.replica,
-        otlp_headers=settings.otlp_headers,
-        recent=None if settings.admin_port is None else recent,  # only the admin API reads them
-        supervisor=supervisor,
-        named_tenants=settings.metrics_tenants,
-        otlp_metrics_seconds=settings.otlp_metrics_seconds,
-    )
+    telemetry = _make_telemetry(settings, recent, supervisor)
     ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days, supervisor=supervisor)
-    slices = None
-    if storage.is_shared:
-        slices = Slices(
-            counters, settings.replica, replicas=lambda: counters.replicas, durable=ledger.durable,
-            in_outage=lambda: counters.in_outage, supervisor=supervisor,
-        )  # fmt: skip
-    store = storage if isinstance(storage, MemoryStorage) else counters  # memory has no outages
-    limiter = Limiter(store, LIMITS, slices=slices, supervisor=supervisor)
+    limiter = _make_limiter(storage, counters, settings.replica, ledger, supervisor)
     records = RecordFeed(storage)
     tenants = TenantDirectory(records)
     authenticator = Authenticator(storage, settings.key_pepper.get_secret_value(), tenants)
@@ -190,6 +175,32 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         idempotency=Idempotency(storage),
         supervisor=supervisor,
     )
+
+
+def _make_telemetry(settings: Settings, recent: RecentCalls, supervisor: Supervisor) -> Telemetry:
+    return Telemetry(
+        settings.otlp_endpoint,
+        replica=settings.replica,
+        otlp_headers=settings.otlp_headers,
+        recent=None if settings.admin_port is None else recent,  # only the admin API reads them
+        supervisor=supervisor,
+        named_tenants=settings.metrics_tenants,
+        otlp_metrics_seconds=settings.otlp_metrics_seconds,
+    )
+
+
+def _make_limiter(
+    storage: Storage, counters: OutageFallback, replica: str, ledger: Ledger, supervisor: Supervisor
+) -> Limiter:
+    """The limiter, which admits calls from slices if the storage is shared."""
+    slices = None
+    if storage.is_shared:
+        slices = Slices(
+            counters, replica, replicas=lambda: counters.replicas, durable=ledger.durable,
+            in_outage=lambda: counters.in_outage, supervisor=supervisor,
+        )  # fmt: skip
+    store = storage if isinstance(storage, MemoryStorage) else counters  # memory has no outages
+    return Limiter(store, LIMITS, slices=slices, supervisor=supervisor)
 
 
 def build_components(parts: Parts) -> Components:
