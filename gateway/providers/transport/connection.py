@@ -208,6 +208,7 @@ class Connection(asyncio.Protocol):
             # With TLS 1.3 a server refuses a client's certificate after the handshake, where the response would begin.
             self._fail(httpx2.ConnectError(f"TLS failed: {(error.reason or str(error)).replace('_', ' ').lower()}"))
         self._fail(httpx2.ReadError(f"the connection ended before the response did{f': {error}' if error else ''}"))
+        del self._parser  # it refers to this object, which only the garbage collector would free
 
     def _ends_with_the_connection(self) -> bool:
         """Whether the body has no length and ends with the connection (RFC 9112, 6.3)."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 
 import httpx2
 import pytest
 
 from gateway.providers.transport import HTTPTransport
-from gateway.providers.transport.connection import MAX_HEAD_BYTES
+from gateway.providers.transport.connection import MAX_HEAD_BYTES, Connection
 from tests.gateway.providers.scripted_server import (
     STREAM_HEAD,
     TIMEOUT_SECONDS,
@@ -167,3 +168,18 @@ async def test_a_slow_reader_stops_the_sender(transport: HTTPTransport) -> None:
             await stalled.wait()
         assert sent < count
         assert sum([len(part) async for part in pieces(response)]) == len(piece) * count
+
+
+async def test_a_lost_connection_is_freed_without_the_garbage_collector(transport: HTTPTransport) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with ScriptedServer(answering(STREAM_HEAD + chunked(b"part"))) as server:
+            response = await transport.handle_async_request(post(server))
+            assert await anext(aiter(pieces(response))) == b"part"
+            await response.aclose()
+            await server.until_the_client_closed()
+        del response
+        assert not [each for each in gc.get_objects() if type(each) is Connection]
+    finally:
+        gc.enable()
