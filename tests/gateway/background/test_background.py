@@ -1,27 +1,36 @@
-"""Responses in the background, with real components and scripted deployments. Two services stand for two gateways."""
+"""Responses in the background, with real components and scripted deployments. Two services stand for two gateways.
+
+`test_lost_gateways.py` has what happens to them when a gateway or the storage is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.background import BackgroundService, follower, lease, run
 from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.endpoints.responses.stored import NO_HISTORY, StoredTurn, document_of
-from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.serve import handle, serve
+from tests.gateway.background.rig import (
+    STREAM,
+    asking,
+    begin,
+    call,
+    create,
+    polled,
+    stored_rig,
+    streamed,
+    text_of,
+)
 from tests.gateway.endpoints.responses.translated import check_response, events_of
-from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, send
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY
 from tests.gateway.harness import (
     DONE,
     Client,
-    Rig,
     a_rig,
     cut,
     delta,
@@ -32,73 +41,6 @@ from tests.gateway.harness import (
     usage_frame,
 )
 from tests.openai_spec import Validate
-
-STREAM = (delta("one "), delta("two"), usage_frame(), DONE)
-ENDED = ("completed", "failed", "cancelled", "incomplete")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(run, "TICK_SECONDS", 0.01)
-    monkeypatch.setattr(follower, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("gateway.background.service.POLL_SECONDS", 0.01)
-    return
-
-
-@asynccontextmanager
-async def stored_rig(directory: Path, responses: dict[str, Any] | None = None, **changes: Any) -> AsyncIterator[Rig]:
-    async with a_rig(directory, responses=responses or STORED, **changes) as rig:
-        try:
-            yield rig
-        finally:
-            await rig.background.close()
-
-
-def asking(input: Any = "hello", **fields: Any) -> bytes:
-    return json.dumps({"model": "m", "input": input, "background": True, **fields}).encode()
-
-
-async def create(rig: Rig, **fields: Any) -> Any:
-    client = await rig.ask(Client(asking(**fields), path="/v1/responses"))
-    assert client.status == 200, client.content
-    return client.json
-
-
-async def call(rig: Rig, method: str, path: str, query: str = "", service: Any = None, **options: Any) -> Client:
-    """A request to the routes of stored responses, here or at another gateway."""
-    client = Client(method=method, path=f"/v1/responses/{path}", **options)
-    await in_time(begin(rig, client, query, service))
-    return client
-
-
-def begin(rig: Rig, client: Client, query: str = "", service: BackgroundService | None = None) -> asyncio.Task[None]:
-    api = StoredResponsesApi(
-        rig.components.authenticator, rig.components.policies, rig.response_store, service or rig.background
-    )
-    return asyncio.create_task(send(api, client, query))
-
-
-async def polled(rig: Rig, name: str, *statuses: str, service: BackgroundService | None = None) -> Any:
-    """Poll until the response has one of the statuses."""
-    for _ in range(1000):
-        client = await call(rig, "GET", name, service=service)
-        assert client.status == 200, client.content
-        if client.json["status"] in (statuses or ENDED):
-            return client.json
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"the response is {client.json['status']}")
-
-
-async def streamed(rig: Rig, name: str, after: int | None = None, service: Any = None) -> list[Any]:
-    query = "stream=true" if after is None else f"stream=true&starting_after={after}"
-    client = await call(rig, "GET", name, query, service)
-    assert client.status == 200 and client.headers["content-type"].startswith("text/event-stream"), client.content
-    parts = [part.partition("\n")[2] for part in client.content.decode().split("\n\n")[:-1]]
-    return [json.loads(part.removeprefix("data: ")) for part in parts if part]
-
-
-def text_of(response: Any) -> str:
-    return "".join(part["text"] for item in response["output"] for part in item["content"])
 
 
 async def test_a_response_is_queued_then_polled_until_it_is_complete(tmp_path: Path, validate: Validate) -> None:
@@ -338,124 +280,6 @@ async def test_the_policy_s_time_bounds_it_whatever_its_class_says(tmp_path: Pat
         reply.say(*STREAM)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-async def test_a_response_whose_gateway_died_has_failed(
-    tmp_path: Path, elsewhere: bool, monkeypatch: pytest.MonkeyPatch, validate: Validate
-) -> None:
-    """The lease of the dead gateway ends, here because its reservation is settled."""
-    async with stored_rig(tmp_path) as rig:
-        survivor = rig.another_background()
-        name = (await create(rig))["id"]
-        reply = await rig.reply()
-        reply.say(delta("one "))
-        await polled(rig, name, "in_progress")
-        assert (await call(rig, "GET", name, service=survivor)).json["status"] == "in_progress", "its lease is held"
-        client = Client(method="GET", path=f"/v1/responses/{name}")
-        following = begin(rig, client, "stream=true", survivor)
-        while b"one " not in client.content:
-            await asyncio.sleep(0.01)
-        await lease.RunLease(rig.storage, "t", name).release()
-        failed = await polled(rig, name, service=survivor)
-        check_response(validate, failed)
-        assert (failed["status"], failed["error"]["message"]) == ("failed", follower.GATEWAY_DIED)
-        await in_time(following)
-        events = events_of(client.content)
-        assert events[-1]["type"] == "response.failed" and events[-1]["response"] == failed
-        reply.say(usage_frame(), DONE)
-
-
-async def test_a_lease_is_extended_while_the_response_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "EXTEND_SECONDS", 0.0)
-    extended = asyncio.Event()
-    async with stored_rig(tmp_path) as rig:
-        extend = rig.storage.extend_lease
-
-        async def noted(reservation_id: str, **given: Any) -> bool:
-            is_held = await extend(reservation_id, **given)
-            if is_held and "/background/" in reservation_id:
-                extended.set()
-            return is_held
-
-        monkeypatch.setattr(rig.storage, "extend_lease", noted)
-        await create(rig)
-        await in_time(extended.wait())
-        (await rig.reply()).say(*STREAM)
-
-
-async def test_a_gateway_that_stops_cuts_its_runs_off(tmp_path: Path) -> None:
-    async with stored_rig(tmp_path) as rig:
-        name = (await create(rig))["id"]
-        reply = await rig.reply()
-        reply.say(delta("one "))
-        await polled(rig, name, "in_progress")
-        await in_time(rig.background.close())
-        response = (await call(rig, "GET", name)).json
-        assert (response["status"], response["error"]["message"]) == ("failed", "the gateway is shutting down")
-        assert len(outcomes(rig)) == 1 and (await streamed(rig, name))[-1]["type"] == "response.failed"
-
-
-async def test_a_gateway_that_stops_releases_a_run_that_is_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run has its answer, and waits until events that came before are written."""
-    async with stored_rig(tmp_path) as rig:
-        name = (await create(rig))["id"]
-        reply = await rig.reply()
-        await polled(rig, name, "in_progress")
-        writing, put = asyncio.Event(), rig.storage.put_document
-
-        async def slow_once(tenant: str, document_name: str, *given: Any, **named: Any) -> bool:
-            if tenant.startswith("events/") and not writing.is_set():
-                writing.set()
-                await asyncio.sleep(60.0)
-            return await put(tenant, document_name, *given, **named)
-
-        monkeypatch.setattr(rig.storage, "put_document", slow_once)
-        reply.say(STREAM[0])
-        await in_time(writing.wait())
-        reply.say(*STREAM[1:])
-        await polled(rig, name, "completed")
-        await in_time(rig.background.close())
-        assert not await lease.RunLease(rig.storage, "t", name).is_held()
-        assert (await streamed(rig, name))[-1]["type"] == "response.completed"
-
-
-async def test_a_stream_elsewhere_ends_with_the_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The response is stored as complete before its last events are."""
-    async with stored_rig(tmp_path) as rig:
-        name = (await create(rig))["id"]
-        reply = await rig.reply()
-        await polled(rig, name, "in_progress")
-        client = Client(method="GET", path=f"/v1/responses/{name}")
-        following = begin(rig, client, "stream=true", rig.another_background())
-        ending, go_on, put = asyncio.Event(), asyncio.Event(), rig.storage.put_document
-
-        async def held_back(tenant: str, document_name: str, *given: Any, **named: Any) -> bool:
-            if tenant.startswith("events/"):
-                ending.set()
-                await go_on.wait()
-            return await put(tenant, document_name, *given, **named)
-
-        monkeypatch.setattr(rig.storage, "put_document", held_back)
-        reply.say(*STREAM)
-        await in_time(ending.wait())
-        await polled(rig, name, "completed")
-        await asyncio.sleep(0.1)  # several polls
-        go_on.set()
-        await in_time(following)
-        assert events_of(client.content)[-1]["type"] == "response.completed"
-
-
-async def test_a_gateway_that_drains_lets_its_runs_end(tmp_path: Path) -> None:
-    async with stored_rig(tmp_path) as rig:
-        name = (await create(rig))["id"]
-        reply = await rig.reply()
-        closing = asyncio.create_task(rig.background.close(drain_seconds=5.0))
-        reply.say(*STREAM)
-        await in_time(closing)
-        assert (await call(rig, "GET", name)).json["status"] == "completed"
-
-
 async def test_a_response_that_is_too_long_to_be_stored_has_failed(tmp_path: Path) -> None:
     async with stored_rig(tmp_path, {"keep": "30d", "max_response_bytes": 2500}) as rig:
         rig.script(delta("x" * 3000), usage_frame(), DONE)
@@ -463,28 +287,6 @@ async def test_a_response_that_is_too_long_to_be_stored_has_failed(tmp_path: Pat
         assert response["status"] == "failed" and "the limit is 2500" in response["error"]["message"]
         refused = await rig.ask(Client(asking("x" * 3000), path="/v1/responses"))
         assert (refused.status, refused.json["error"]["param"]) == (400, "background")
-
-
-async def test_the_end_is_stored_when_the_storage_is_back(tmp_path: Path) -> None:
-    async with stored_rig(tmp_path) as rig:
-        name = (await create(rig))["id"]
-        reply = await rig.reply()
-        rig.storage.documents_away = True
-        reply.say(*STREAM)
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-        rig.storage.documents_away = False
-        response = await polled(rig, name)
-        assert (response["status"], text_of(response)) == ("completed", "one two")
-        assert (await streamed(rig, name))[-1]["type"] == "response.completed"
-
-
-async def test_nothing_is_accepted_while_the_storage_is_away(tmp_path: Path) -> None:
-    async with stored_rig(tmp_path) as rig:
-        rig.storage.documents_away = True
-        client = await rig.ask(Client(asking(), path="/v1/responses"))
-        assert (client.status, client.json["error"]["code"]) == (503, "storage_unavailable")
-        assert not rig.receipts()
 
 
 async def test_events_beyond_the_bound_are_no_longer_stored(tmp_path: Path) -> None:
