@@ -30,7 +30,7 @@ from tests.gateway.providers.scripted_server import (
     json_response,
 )
 from tests.gateway.providers.wires import data
-from tests.gateway.server.test_app import Application, running
+from tests.gateway.server.application import Application, running
 
 DONE = b"data: [DONE]\n\n"
 EXAMPLE = Path(__file__).parents[2] / "policies" / "examples" / "hosted.yaml"

@@ -18,7 +18,7 @@ import pytest
 from tests.gateway.harness import Client, answer, policy_of
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.providers.wires import ANTHROPIC, OLLAMA, OPENAI, Wire
-from tests.gateway.server.test_app import Application, running
+from tests.gateway.server.application import Application, running
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)
 PDF = b"%PDF-1.7 short"

@@ -17,7 +17,7 @@ from tests.gateway.providers.scripted_server import (
     ScriptedServer,
     json_response,
 )
-from tests.gateway.server.test_app import Application, running
+from tests.gateway.server.application import Application, running
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 PASSWORD, TOKEN, ARGUMENT = "open-sesame", "a-literal-token", "an-argument"

@@ -18,7 +18,7 @@ from gateway.storage.memory import MemoryStorage
 from tests.gateway.admin.test_requests import ADMIN_KEY
 from tests.gateway.auth.registries import a_registry
 from tests.gateway.harness import policy_of
-from tests.gateway.server.test_app import running
+from tests.gateway.server.application import running
 
 
 async def delete(storage: MemoryStorage, tenant: str) -> httpx2.Response:

@@ -17,7 +17,7 @@ from gateway.telemetry.observable import ObservableMetric
 from gateway.telemetry.recent_calls import RECENT_CALLS
 from tests.gateway.harness import KEY, answer, chat, policy_of, tenant
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
-from tests.gateway.server.test_app import Application, running
+from tests.gateway.server.application import Application, running
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 ASKED, ANSWERED, PASSWORD = "wherefore-art-thou", "a-rose-by-any-other-name", "open-sesame"

@@ -18,7 +18,7 @@ from gateway.types import Operation
 from tests.gateway.calls import a_call
 from tests.gateway.harness import policy_of, tenant
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
-from tests.gateway.server.test_app import Application, running
+from tests.gateway.server.application import Application, running
 
 SIMILARITY = 0.1  # the share of a prompt from which on the server itself prefers the slot that holds it
 SYSTEM = " ".join(f"rule-{number}" for number in range(300))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import subprocess
 import sys
@@ -14,34 +13,20 @@ from typing import Any
 
 import httpx2
 import pytest
-import yaml
 
-from gateway.billing import drift_monitor, recovery
 from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.chain import segments
 from gateway.billing.ledger.shipper import STREAM_PREFIX
-from gateway.core import supervision
 from gateway.core.errors import LedgerUnavailable
-from gateway.deployments import engine_reports, health_checks
-from gateway.limits import limiter
-from gateway.policy.file import PolicyHolder
-from gateway.server import app as app_module
-from gateway.server.app import Gateway
-from gateway.server.policy_checks import IN_SERVICE
-from gateway.settings import Settings
 from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.gateway.harness import (
     DONE,
     KEY,
-    PEPPER,
     Client,
     answer,
     chat,
     delta,
     in_time,
-    policy_of,
-    settle,
-    tenant,
 )
 from tests.gateway.providers.scripted_server import (
     STREAM_END,
@@ -51,70 +36,13 @@ from tests.gateway.providers.scripted_server import (
     chunked,
     json_response,
 )
+from tests.gateway.server.application import Application, policy_for, running
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]
 
 
 AS_IT_IS_THEN = ("2.parquet", "3.parquet", "4.jsonl", "5.jsonl")
-
-
-def policy_for(base_url: str, **changes: Any) -> dict[str, Any]:
-    deployments = [{"name": "a", "base_url": base_url, "model": "served", "max_concurrency": 2}]
-    models = [{"name": "m", "aliases": ["Qwen/m"], "deployments": ["a"]}, {"name": "private", "deployments": ["a"]}]
-    return policy_of(deployments=deployments, models=models, tenants=[{**tenant(), "models": ["m"]}], **changes)
-
-
-class Application:
-    """A gateway by its settings, and its lifespan as a server drives it."""
-
-    def __init__(self, directory: Path, policy: dict[str, Any], **settings: Any) -> None:
-        self.policy_file = directory / "policy.yaml"
-        self.write_policy(policy)
-        known = {"policy": self.policy_file, "data_dir": directory, "replica": "r", "key_pepper": PEPPER, **settings}
-        self.policies = PolicyHolder(self.policy_file, checks=IN_SERVICE)
-        self.gateway = Gateway(Settings(**known), self.policies)
-        self.ledger = directory / "ledger" / "r"
-        self.said: asyncio.Queue[Any] = asyncio.Queue()
-        self._heard: asyncio.Queue[Any] = asyncio.Queue()
-        self._life: asyncio.Task[None]
-
-    def write_policy(self, policy: dict[str, Any]) -> None:
-        self.policy_file.write_text(yaml.safe_dump(policy))
-
-    async def start(self) -> Any:
-        self._life = asyncio.create_task(self.gateway({"type": "lifespan"}, self._heard.get, self.said.put))
-        self._heard.put_nowait({"type": "lifespan.startup"})
-        return await in_time(self.said.get())
-
-    async def stop(self) -> Any:
-        self._heard.put_nowait({"type": "lifespan.shutdown"})
-        message = await in_time(self.said.get())
-        await in_time(self._life)
-        return message
-
-    def begin(self, client: Client) -> asyncio.Task[None]:
-        return asyncio.create_task(self.gateway(client.scope, client.receive, client.send))
-
-    async def ask(self, *args: Any, **more: Any) -> Client:
-        client = Client(*args, **more)
-        await in_time(self.begin(client))
-        return client
-
-    async def get(self, path: str, **more: Any) -> Client:
-        return await self.ask(method="GET", path=path, **more)
-
-
-@asynccontextmanager
-async def running(directory: Path, policy: dict[str, Any], **settings: Any) -> AsyncIterator[Application]:
-    app = Application(directory, policy, **settings)
-    assert (await app.start())["type"] == "lifespan.startup.complete"
-    try:
-        yield app
-    finally:
-        assert (await app.stop())["type"] == "lifespan.shutdown.complete"
-        await settle()
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left behind"
 
 
 @pytest.fixture
@@ -252,157 +180,6 @@ async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkey
     assert "inner secrets" not in client.content.decode()
 
 
-async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (await app.get("/health")).status == 200
-    ready = await app.get("/ready")
-    assert ready.status == 200 and ready.json["policy"] == app.policies.current.hash
-    monkeypatch.setattr(app.gateway._parts.ledger, "_fault", "the disk is full")
-    assert (await app.get("/ready")).json["faults"] == ["the ledger cannot be written"]
-    monkeypatch.setattr(app.gateway._parts.ledger, "_fault", None)
-    app.gateway.drain()
-    draining = await app.get("/ready")
-    assert draining.status == 503 and draining.json["faults"] == ["the gateway is shutting down"]
-    refused = await app.ask(chat())
-    assert refused.status == 503 and refused.json["error"]["code"] == "overloaded"
-    assert (await app.get("/health")).status == 200
-
-
-@pytest.mark.parametrize("essential", [True, False])
-async def test_a_background_task_that_keeps_failing_is_named(
-    app: Application, monkeypatch: pytest.MonkeyPatch, essential: bool
-) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(supervision, "FAILURES_UNTIL_DOWN", 1)
-    failed = asyncio.Event()
-
-    async def failing() -> None:
-        failed.set()
-        await asyncio.sleep(0)
-        raise ZeroDivisionError("a client's text")
-
-    task = app.gateway.supervisor.start("a task", failing, essential=essential)
-    await in_time(failed.wait())
-    await settle()
-    ready = await app.get("/ready")
-    assert ready.json["tasks_down"] == {"a task": "ZeroDivisionError"}
-    assert ready.status == (503 if essential else 200)
-    assert ready.json["faults"] == (["the background task 'a task' keeps failing"] if essential else [])
-    metrics = (await app.get("/metrics")).content.decode()
-    assert 'warmpath_task_failures_total{task="a task"}' in metrics and 'warmpath_task_down{task="a task"} 1' in metrics
-    await in_time(task.cancel())
-    assert (await app.get("/ready")).json["tasks_down"] == {}
-
-
-@pytest.mark.parametrize(
-    ("task", "module", "work"),
-    [
-        ("health checks", health_checks.HealthChecks, "check_once"),
-        ("reconciliation", drift_monitor.DriftMonitor, "sample"),
-        ("ledger recovery", recovery.CrashRecovery, "catch_up"),
-        ("engine reports", engine_reports.EngineReports, "sync_with_policy"),
-        ("limits", limiter.Limiter, "extend_due"),
-    ],
-)
-async def test_each_background_task_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, module: type, work: str
-) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(health_checks, "CHECK_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr(limiter, "RETRY_SECONDS", 0.001)
-    runs, again = 0, asyncio.Event()
-
-    async def failing_once(_: Any) -> None:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            raise ZeroDivisionError
-        again.set()
-        await asyncio.Event().wait() if task != "limits" else await asyncio.sleep(0.001)
-
-    monkeypatch.setattr(module, work, failing_once)
-    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1")) as app:
-        await in_time(again.wait())
-        assert app.gateway.supervisor.failures == {task: 1}
-
-
-# Starting and stopping
-
-
-async def test_a_ledger_that_is_taken_is_told_in_one_line(tmp_path: Path) -> None:
-    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"))
-    app.ledger.mkdir(parents=True)
-    with (app.ledger / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("4711")
-        lock.flush()
-        message = await app.start()
-    assert message["type"] == "lifespan.startup.failed"
-    assert "is being written by process 4711" in message["message"] and "\n" not in message["message"]
-
-
-async def test_a_storage_that_is_away_is_told_in_one_line(tmp_path: Path) -> None:
-    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"), storage="redis://127.0.0.1:9/0")
-    message = await app.start()
-    assert message["type"] == "lifespan.startup.failed"
-    assert "Redis cannot be reached" in message["message"] and "\n" not in message["message"]
-    assert not (app.ledger / "lock").exists()
-
-
-async def test_a_pepper_that_is_not_the_storage_s_is_told_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy, storage = policy_for("http://127.0.0.1:9/v1"), f"sqlite:///{tmp_path / 'state.db'}"
-
-    def warnings() -> list[str]:
-        return [each.getMessage() for each in caplog.records if "WARMPATH_KEY_PEPPER" in each.getMessage()]
-
-    for _ in range(2):
-        async with running(tmp_path, policy, storage=storage):
-            assert warnings() == []
-    async with running(tmp_path, policy, storage=storage, key_pepper="another"):
-        (warning,) = warnings()
-        assert "warmpath keys change-pepper" in warning
-
-
-async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path: Path) -> None:
-    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + chunked(delta("one")))
-
-    async with ScriptedServer(script) as server:
-        app = Application(tmp_path, policy_for(server.base_url))
-        await app.start()
-        settling = asyncio.Event()
-
-        async def record_comes_late(call_id: str, *, patient: bool = False) -> bytes | None:
-            settling.set()
-            await asyncio.sleep(0.02)
-            return None
-
-        (known,) = app.gateway._parts.fleet
-        known.provider.recorded_usage = record_comes_late  # type: ignore[method-assign]
-        client = Client(chat(stream=True))
-        serving = app.begin(client)
-        await in_time(client.first_bytes.wait())
-        client.leave()
-        await in_time(settling.wait())
-        assert (await app.stop())["type"] == "lifespan.shutdown.complete"  # with the ledger closed
-        assert serving.done() and b"client_gone" in segments(app.ledger)[-1].read_bytes()
-
-
-async def test_the_shutdown_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "LAST_CALLS_SECONDS", 0.02)
-    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"))
-    await app.start()
-    serving = app.begin(Client([None]))
-    await settle()
-    assert (await app.stop())["type"] == "lifespan.shutdown.complete"
-    serving.cancel()
-    await asyncio.wait([serving])
-
-
-# A policy that changes
-
-
 async def test_a_reload_reaches_the_models_and_the_servers(app: Application) -> None:
     changed = policy_for("http://127.0.0.1:9/v1")
     changed["models"][0]["aliases"] = ["new-name"]
@@ -418,9 +195,6 @@ async def test_a_policy_that_is_none_is_counted_and_changes_nothing(app: Applica
     metrics = (await app.get("/metrics")).content.decode()
     assert 'warmpath_policy_reloads_total{result="rejected"} 1.0' in metrics
     assert (await app.get("/ready")).json["policy"] == before
-
-
-# Where chunks are passed on in the callback in which their bytes arrive
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 from gateway.policy.cors import CORS
 from tests.gateway.harness import answer, chat
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
-from tests.gateway.server.test_app import policy_for, running
+from tests.gateway.server.application import policy_for, running
 
 PAGE, OTHER = b"https://app.example.com", b"https://evil.example.com"
 
