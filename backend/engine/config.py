@@ -298,11 +298,25 @@ def _device(name: str) -> torch.device:
 
 def lora_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
     """The memory of a LoRA adapter with this rank that changes every module it can (layers/lora.py)."""
-    hidden, query = model.hidden_size, model.num_heads * model.head_dim
-    key_value, inner = model.num_kv_heads * model.head_dim, model.intermediate_size
-    attention = 2 * (hidden + query) + 2 * (hidden + key_value)
-    dense = 3 * (hidden + inner)
-    return rank * itemsize * sum(attention + (0 if layer.experts else dense) for layer in model.layers)
+    attention = sum(map(sum, _attention_projections(model)))
+    inner_sizes = (layer.experts.shared_size if layer.experts else model.intermediate_size for layer in model.layers)
+    mlps = sum(3 * (model.hidden_size + inner) for inner in inner_sizes if inner)
+    return rank * itemsize * (attention * len(model.layers) + mlps)
+
+
+def _attention_projections(model: ModelConfig) -> list[tuple[int, int]]:
+    """The inputs and outputs of each projection of an attention layer."""
+    hidden, heads, latent = model.hidden_size, model.num_heads, model.latent
+    query, key_value = heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if latent is None:
+        return [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
+    rank = latent.query_rank
+    return [
+        *([(hidden, query)] if rank is None else [(hidden, rank), (rank, query)]),
+        (hidden, latent.rank + latent.rotated_dim),
+        (latent.rank, heads * (latent.plain_dim + latent.value_dim)),
+        (heads * latent.value_dim, hidden),
+    ]
 
 
 def _check_context(model: ModelConfig, max_model_len: int) -> None:

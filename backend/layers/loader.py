@@ -72,12 +72,14 @@ class LayerLoader:
         linear = self.linear(outs, in_features, bias=bias, gate=gate, orders=orders)
         return LoraLinear(linear, self.ops, modules_of(self.prefix, outs, in_features, orders), gate)
 
-    def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:
-        """Creates the router of a mixture of experts.
+    def router(
+        self, name: str, num_experts: int, in_features: int, *, bias: bool = False, dtype: torch.dtype | None = None
+    ) -> Linear:
+        """Creates the router of a mixture of experts, in `dtype` or else in the model's dtype.
 
         The router is never quantized, because it is small and a rounding error can select another expert.
         """
-        weight = self.tensor(f"{name}.weight", num_experts, in_features)
+        weight = self.checkpoint.take(f"{self.prefix}{name}.weight", num_experts, in_features, dtype=dtype)
         return PlainLinear(self.ops, weight, self.tensor(f"{name}.bias", num_experts) if bias else None, None)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:

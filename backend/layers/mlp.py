@@ -7,10 +7,11 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
+from backend.layers.gates import Gate
 from backend.layers.loader import LayerLoader
 from backend.layers.lora import AdapterRows, LoraLinear
 from backend.layers.norm import RmsNorm
-from backend.models.config import ExpertsConfig, ModelConfig
+from backend.models.config import ModelConfig
 from backend.ops.base import Ops
 from backend.ops.experts import Expert, LinearWeight
 from backend.quantization.base import Linear
@@ -90,18 +91,21 @@ def _gated(make: Callable[..., L], config: ModelConfig, inner_size: int, names: 
 
 
 class SparseMlp:
-    """Mixture of experts: a router that selects a few of many small MLPs for each token.
+    """Mixture of experts: a gate that selects a few of many small MLPs for each token.
 
-    Adapters cannot change it.
+    `shared` is an MLP for all tokens, whose output is added. Adapters can change it, but not the others.
     """
 
-    lora_layers: ClassVar[tuple[LoraLinear, ...]] = ()
-
-    def __init__(self, ops: Ops, experts: ExpertsConfig, router: Linear, mlps: Sequence[Expert]) -> None:
+    def __init__(self, ops: Ops, gate: Gate, mlps: Sequence[Expert], shared: DenseMlp | None = None) -> None:
         self._ops = ops
-        self._experts = experts
-        self._router = router
+        self._gate = gate
         self._mixture = ops.mixture_of_experts(mlps)
+        self._shared = shared
+
+    @property
+    def lora_layers(self) -> tuple[LoraLinear, ...]:
+        """The linear layers that adapters may change."""
+        return () if self._shared is None else self._shared.lora_layers
 
     @property
     def needs_host_sync(self) -> bool:
@@ -109,12 +113,12 @@ class SparseMlp:
         return self._mixture.needs_host_sync
 
     def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        shares, chosen = self._ops.route(self._router(hidden), self._experts.num_per_token, self._experts.normalise)
-        return self._mixture(hidden, shares, chosen)
+        routed = self._mixture(hidden, *self._gate(hidden))
+        return routed if self._shared is None else self._ops.add(routed, self._shared(hidden, adapters))
 
     def after_norm(
         self, norm: RmsNorm, delta: Tensor, residual: Tensor, adapters: AdapterRows | None
     ) -> tuple[Tensor, Tensor]:
         """As `DenseMlp.after_norm`."""
         normed, residual = norm.add(delta, residual)
-        return self(normed), residual
+        return self(normed, adapters), residual

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from backend.models.decoder import Decoder
 
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "backend.models.deepseek:DeepseekForCausalLM",
+    "DeepseekV3ForCausalLM": "backend.models.deepseek:DeepseekForCausalLM",
     "Gemma2ForCausalLM": "backend.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "backend.models.gemma:Gemma3ForCausalLM",
     "Glm4ForCausalLM": "backend.models.glm:Glm4ForCausalLM",

@@ -8,7 +8,7 @@ config.json omits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from backend.model_files import open_model_files
 from backend.model_files.pooling import Classifier, decoder_config, read_pooling
 from backend.model_files.quantized_checkpoints import check_method
 from backend.models import ARCHITECTURES
+from backend.models.deepseek_config import DEEPSEEK, GateConfig, LatentConfig, is_sparse, read_gate, read_latent
 from backend.models.encoder_config import ENCODERS, EncoderConfig, read_encoder
 from backend.models.rope_config import (
     LinearScaling,
@@ -50,6 +51,8 @@ class ExpertsConfig:
     num_per_token: int
     intermediate_size: int
     normalise: bool  # whether the weights of the selected experts are normalised to sum to one
+    gate: GateConfig | None = None  # None: the experts with the largest scores are selected
+    shared_size: int = 0  # intermediate size of the experts that compute every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class ModelConfig:
     dtype: str  # dtype of the checkpoint, from config.json
     eos_token_ids: frozenset[int]
     has_lm_head: bool = True
+    latent: LatentConfig | None = None  # of multi-head latent attention; then `head_dim` is the size of a key head
     encoder: EncoderConfig | None = None  # None: a decoder
     classifier: Classifier | None = None  # the head that scores, if there is one; then there is no `lm_head`
 
@@ -165,9 +169,10 @@ class ModelConfig:
         num_kv_heads = raw.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
             raise UnsupportedModel(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+        latent = read_latent(raw)
+        head_dim = latent.head_dim if latent else raw.get("head_dim") or raw["hidden_size"] // num_heads
         layer_types = _layer_types(name, raw)
-        ropes, rope_of_layer = read_ropes(raw, layer_types, head_dim)
+        ropes, rope_of_layer = read_ropes(raw, layer_types, latent.rotated_dim if latent else head_dim)
         eos = raw.get("eos_token_id")
         return cls(
             architecture=name,
@@ -193,7 +198,7 @@ class ModelConfig:
             mlp_bias=raw.get("mlp_bias", False),
             activation=ACTIVATIONS[_activation(raw)],
             ropes=ropes,
-            attention_scale=_attention_scale(raw, head_dim),
+            attention_scale=_attention_scale(raw, head_dim, ropes),
             attention_softcap=raw.get("attn_logit_softcapping"),
             attention_sinks=name == GPT_OSS,
             logits_softcap=raw.get("final_logit_softcapping"),
@@ -202,6 +207,7 @@ class ModelConfig:
             logits_scale=1.0 / raw.get("logits_scaling", 1.0),
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
+            latent=latent,
         )
 
 
@@ -250,13 +256,18 @@ def _layer_types(architecture: str, raw: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _attention_scale(raw: Mapping[str, Any], head_dim: int) -> float:
+def _attention_scale(raw: Mapping[str, Any], head_dim: int, ropes: Sequence[RopeConfig]) -> float:
+    if raw["architectures"][0] in DEEPSEEK:
+        scaling = ropes[0].scaling
+        return float(head_dim**-0.5 * (scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0))
     if (scalar := raw.get("query_pre_attn_scalar")) is not None:
         return float(float(scalar) ** -0.5)
     return float(raw.get("attention_multiplier", head_dim**-0.5))
 
 
 def _experts(raw: Mapping[str, Any], layer: int) -> ExpertsConfig | None:
+    if raw["architectures"][0] in DEEPSEEK:
+        return _deepseek_experts(raw) if is_sparse(raw, layer) else None
     num_experts = raw.get("num_experts") or raw.get("num_local_experts")
     if num_experts is None or layer in (raw.get("mlp_only_layers") or ()):
         return None
@@ -267,6 +278,17 @@ def _experts(raw: Mapping[str, Any], layer: int) -> ExpertsConfig | None:
         num_per_token=raw["num_experts_per_tok"],
         intermediate_size=raw.get("moe_intermediate_size") or raw["intermediate_size"],
         normalise=raw.get("norm_topk_prob", raw["architectures"][0] in NORMALISED),
+    )
+
+
+def _deepseek_experts(raw: Mapping[str, Any]) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=raw["n_routed_experts"],
+        num_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        normalise=raw["norm_topk_prob"],
+        gate=read_gate(raw),
+        shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
     )
 
 

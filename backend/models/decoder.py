@@ -15,12 +15,13 @@ from torch import Tensor
 
 from backend.layers.attention import PagedAttention
 from backend.layers.forward_context import ForwardContext, LayerCache
+from backend.layers.gates import TopKGate
 from backend.layers.loader import LayerLoader
 from backend.layers.lora import LoraTarget
-from backend.layers.mlp import PLAIN_NAMES, DenseMlp, GatedMlp, SparseMlp
+from backend.layers.mlp import PLAIN_NAMES, DenseMlp, GatedMlp, Mlp, SparseMlp
 from backend.layers.rope import RopeTable
 from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
-from backend.models.layers import DecoderLayer, PreNormLayer
+from backend.models.layers import AttentionLayer, DecoderLayer, PreNormLayer
 from backend.models.score_head import ScoreHead
 
 
@@ -89,31 +90,40 @@ class Decoder:
 
     def _sublayers(
         self, config: ModelConfig, layer: LayerConfig, model: LayerLoader, index: int
-    ) -> tuple[PagedAttention, DenseMlp | SparseMlp]:
+    ) -> tuple[AttentionLayer, DenseMlp | SparseMlp]:
         loader = model.below(f"layers.{index}")
-        attention = PagedAttention(
+        attention = self.attention(config, layer, loader.below("self_attn"))
+        if layer.experts is not None:
+            return attention, self.sparse_mlp(config, layer.experts, loader)
+        return attention, DenseMlp(config, loader.below("mlp"), config.intermediate_size, self.mlp_names)
+
+    def attention(self, config: ModelConfig, layer: LayerConfig, loader: LayerLoader) -> AttentionLayer:
+        """Loads the attention of one layer."""
+        return PagedAttention(
             config,
             layer,
-            loader.below("self_attn"),
+            loader,
             qkv_bias=self.has_qkv_bias(config),
             output_bias=self.has_output_bias(config),
             qk_norm=self.qk_norm,
             packed=self.packed_qkv,
             rotates_neighbours=self.rotates_neighbours,
         )
-        if layer.experts is not None:
-            return attention, self.sparse_mlp(config, layer.experts, loader)
-        return attention, DenseMlp(config, loader.below("mlp"), config.intermediate_size, self.mlp_names)
 
     @classmethod
     def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
-        """Loads the experts and router of one layer."""
+        """Loads the experts and gate of one layer."""
         loader = layer.below(cls.sparse_name)
-        mlps = [
+        gate = TopKGate(loader.ops, experts, loader.router("gate", experts.num_experts, config.hidden_size))
+        return SparseMlp(loader.ops, gate, cls.experts(config, experts, loader))
+
+    @classmethod
+    def experts(cls, config: ModelConfig, experts: ExpertsConfig, loader: LayerLoader) -> list[Mlp]:
+        """Loads the experts of one layer, each of which the checkpoint stores separately."""
+        return [
             GatedMlp(config, loader.below(f"experts.{i}"), experts.intermediate_size, cls.expert_names)
             for i in range(experts.num_experts)
         ]
-        return SparseMlp(loader.ops, experts, loader.router("gate", experts.num_experts, config.hidden_size), mlps)
 
     @property
     def needs_host_sync(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from backend.layers.gates import TopKGate
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, Mlp, SparseMlp
 from backend.model_files.mxfp4 import GROUP, Mxfp4Tensor
@@ -28,7 +29,7 @@ class GptOssForCausalLM(Decoder):
         are_separate = f"{stored.prefix}0.{PLAIN_NAMES[-1]}.weight" in stored.checkpoint
         mlps = (_separate_experts if are_separate else _stacked_experts)(stored, experts, config.hidden_size)
         router = loader.router("router", experts.num_experts, config.hidden_size, bias=True)
-        return SparseMlp(loader.ops, experts, router, mlps)
+        return SparseMlp(loader.ops, TopKGate(loader.ops, experts, router), mlps)
 
 
 def _separate_experts(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:

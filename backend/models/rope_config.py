@@ -46,7 +46,10 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN scaling (arXiv 2309.00071), with config.json's field names."""
+    """YaRN scaling (arXiv 2309.00071), with config.json's field names.
+
+    `score_factor` is another factor of attention scores, which only DeepSeek's models apply.
+    """
 
     factor: float
     beta_fast: float
@@ -54,6 +57,7 @@ class YarnScaling:
     original_max_position_embeddings: int
     attention_factor: float
     truncate: bool
+    score_factor: float
 
 
 Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
@@ -151,10 +155,12 @@ def _scaling(parameters: Mapping[str, Any], raw: Mapping[str, Any]) -> Scaling |
 
 
 def _yarn(parameters: Mapping[str, Any], original: int) -> YarnScaling:
-    if parameters.get("mscale") or parameters.get("mscale_all_dim"):
-        raise UnsupportedModel("rope mscale is not supported")
-    factor = parameters["factor"]
-    default_factor = 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
+    factor, mscale, of_scores = parameters["factor"], parameters.get("mscale"), parameters.get("mscale_all_dim")
+
+    def growth(weight: float = 1.0) -> float:
+        return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+    default_factor = growth(mscale) / growth(of_scores) if mscale and of_scores else growth()
     return YarnScaling(
         factor=factor,
         beta_fast=parameters.get("beta_fast") or 32.0,
@@ -162,4 +168,5 @@ def _yarn(parameters: Mapping[str, Any], original: int) -> YarnScaling:
         original_max_position_embeddings=original,
         attention_factor=parameters.get("attention_factor") or default_factor,
         truncate=parameters.get("truncate", True),
+        score_factor=growth(of_scores) ** 2 if of_scores else 1.0,
     )

@@ -33,6 +33,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 48, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -87,6 +97,24 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "truncate": False, "original_max_position_embeddings": 16,
         },
     },
+    "deepseek-v2-lite": DEEPSEEK | {
+        "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "rope_parameters": DEEPSEEK_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek-v2": DEEPSEEK | {
+        "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 0.7, "attention_bias": True,
+        "rope_parameters": DEEPSEEK_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    "deepseek-v3": DEEPSEEK | {
+        "model_type": "deepseek_v3", "norm_topk_prob": True, "routed_scaling_factor": 0.6,
+        "rope_parameters": DEEPSEEK_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "moonlight": DEEPSEEK | {
+        "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 0.6, "rms_norm_eps": 1e-5, "rope_interleave": False,
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
     "granite": {
@@ -115,6 +143,9 @@ def build_model(name: str, **changes: Any) -> PreTrainedModel:
                 parameter.normal_(std=0.1 if name.startswith("gemma") else 0.5)
             else:
                 parameter.normal_(std=0.3)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("bias"):  # of the scores of DeepSeek's experts
+                buffer.normal_(std=0.2)
     return model
 
 

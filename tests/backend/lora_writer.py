@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+ATTENTION = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+)  # fmt: skip
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "lora_dropout": 0.1, "bias": "none",
@@ -23,11 +25,11 @@ CONFIG: dict[str, Any] = {
 
 
 def modules_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
-    """The linear layers with these names, except experts."""
+    """The linear layers with these names, except experts that not all tokens use."""
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in kinds and "expert" not in name
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in kinds and ".experts." not in name
     ]
 
 

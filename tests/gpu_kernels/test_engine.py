@@ -65,6 +65,8 @@ def tokens_of(engine: Engine, special: bool = False) -> list[list[int]]:
         ("qwen3-moe", {}),
         ("qwen3-moe", {"quantization": "int8"}),
         ("gpt-oss", {}),
+        ("deepseek-v2", {}),
+        ("deepseek-v3", {}),
     ],
     ids=str,
 )

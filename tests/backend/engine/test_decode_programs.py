@@ -29,6 +29,7 @@ if library.load() is None:
     pytest.skip("there is no compiler here", allow_module_level=True)
 
 BLOCK_SIZE, CONTEXT = 4, 32
+RECORDED = [name for name in CHECKPOINTS if not name.startswith(("deepseek", "moonlight"))]  # without torch in a step
 NUM_TABLES = MAX_GREEDY_ROWS + 4  # of the sequences in one step
 NUM_BLOCKS = NUM_TABLES * CONTEXT // BLOCK_SIZE
 
@@ -78,14 +79,14 @@ def assert_the_same_when_recorded(ours: PagedModel, theirs: PagedModel, rng: ran
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) -> None:
     ours, theirs = model_pair(checkpoint_dir(name))
     assert_the_same_when_recorded(ours, theirs, random.Random(name))
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) -> None:
     ours, theirs = model_pair(checkpoint_dir(name))
     rng = random.Random(name)

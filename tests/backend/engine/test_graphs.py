@@ -435,7 +435,9 @@ def test_a_model_with_host_syncs_or_without_an_output_head_is_not_captured(
         assert captured == [plain.model]  # the model is not loaded again
 
 
-@pytest.mark.parametrize(("checkpoint", "syncs"), [("llama", False), ("qwen3-moe", True), ("gpt-oss", True)])
+@pytest.mark.parametrize(
+    ("checkpoint", "syncs"), [("llama", False), ("qwen3-moe", True), ("gpt-oss", True), ("deepseek-v3", True)]
+)
 def test_sequential_experts_need_host_syncs(
     checkpoint_dir: Callable[[str], Path], checkpoint: str, syncs: bool
 ) -> None:

@@ -31,7 +31,18 @@ from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
 from tests.backend.gguf_writer import as_type, write_gguf
 from tests.backend.lora_writer import ATTENTION, merge, save_adapter
 
-ARCHITECTURES = ("llama-biased", "qwen3", "phi3", "gemma3", "glm", "olmo2", "granite", "mixtral")
+ARCHITECTURES = (
+    "llama-biased",
+    "qwen3",
+    "phi3",
+    "gemma3",
+    "glm",
+    "olmo2",
+    "granite",
+    "mixtral",
+    "deepseek-v3",
+    "moonlight",
+)
 PROMPTS = {
     "short": [5, 6, 7],
     "repeating": [11, 12, 13, 14, 15] * 8,
@@ -288,13 +299,20 @@ def test_the_number_of_adapters_is_bounded(
         store.check_new("b")
 
 
-def test_memory_for_adapters_is_set_aside(
-    checkpoint_dir: Callable[[str], Path], folder_of: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3", "moonlight"])
+def test_the_memory_of_an_adapter_is_known(
+    name: str, checkpoint_dir: Callable[[str], Path], folder_of: Callable[[str, str], Path]
 ) -> None:
-    engine = load(checkpoint_dir("qwen3"))
-    adapter = store_of(engine).read("first", folder_of("qwen3", "first"))
+    engine = load(checkpoint_dir(name))
+    adapter = store_of(engine).read("first", folder_of(name, "first"))
     tensors = [matrix for parts in adapter.parts.values() for part in parts for matrix in (part.a, part.b)]
     assert sum(tensor.nbytes for tensor in tensors) == lora_bytes(engine.config.model, 4, 4)
+
+
+def test_memory_for_adapters_is_set_aside(
+    checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(checkpoint_dir("qwen3"))
     monkeypatch.setattr("backend.engine.config.free_memory_bytes", lambda device: 1 << 24)
     config: dict[str, Any] = {"model_dir": checkpoint_dir("qwen3"), "device": "cpu", "num_threads": 1}
     plain, with_loras = (EngineConfig(**config, max_lora_rank=64, max_loras=n).resolve().num_blocks for n in (0, 8))

@@ -140,7 +140,7 @@ def convert(directory: Path, plain: Path, form: str) -> None:
     tensors = load_file(directory / "model.safetensors")
     stored = dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             parts, tensors[name] = quantize(weight)
             del stored[name]
             stored |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in parts.items()}
@@ -172,6 +172,17 @@ def test_the_weights_and_tokens_are_those_of_the_plain_checkpoint(pair: tuple[Pa
         greedy(Engine.load(EngineConfig(model_dir=each, num_blocks=16, num_threads=1)), prompts) for each in pair
     )
     assert [token.token_id for token in first["short"]] == [token.token_id for token in second["short"]]
+
+
+def test_deepseek_as_published_in_fp8(tmp_path: Path) -> None:
+    """Every projection is in blocks, some of them cut off. Routers and their biases are not quantized."""
+    pair = [save(build_model("deepseek-v3"), tmp_path / name) for name in ("stored", "plain")]
+    convert(pair[0], pair[1], "fp8 in blocks")
+    first, second = (
+        greedy(Engine.load(EngineConfig(model_dir=each, num_blocks=16, num_threads=1)), {"p": PROMPTS["short"]})
+        for each in pair
+    )
+    assert [token.token_id for token in first["p"]] == [token.token_id for token in second["p"]]
 
 
 @pytest.mark.parametrize(
