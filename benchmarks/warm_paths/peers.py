@@ -19,9 +19,11 @@ and all rounds of a cell before the next one. With `--minutes`, no round begins 
 by the longest one so far.
 
 The speed of a shared machine changes from minute to minute. So the runs of a cell are short and come in rounds: in each
-round every router replays the same conversations, in another order. A figure is divided by that of the better peer in
-the same round, and the summary has the medians of these quotients over the rounds. The file of results is written after
-each run, and a later call with the same file continues where it ended.
+round every router replays the same conversations, in another order. A figure is divided by a peer's
+in the same round, and the summary has the geometric mean of these quotients over the rounds (of cached shares, the mean
+difference), for the peer that is better in the cell. One round says little: a rule that keeps conversations where they
+began is lucky with some and not with others. The file of results is written after each run, and a later call with the
+same file continues where it ended.
 """
 
 from __future__ import annotations
@@ -210,7 +212,9 @@ def main() -> None:
     )
     parser.add_argument("--conversations", type=int, default=12, help="of a run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no round begins")
-    parser.add_argument("--routers", nargs="*", default=[*OURS, VLLM, SGLANG], help="of Warmpath and its peers")
+    parser.add_argument(
+        "--routers", nargs="*", default=[*OURS, VLLM, SGLANG], choices=[*OURS, ROUND_ROBIN, VLLM, SGLANG]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the results; runs that it has are not repeated")
@@ -277,7 +281,7 @@ def run_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One line for each cell and router of ours: medians over the rounds, beside the better peer of each round.
+    """One line for each cell and router of ours, beside the better of the two peers over all rounds of the cell.
 
     A cell in which a figure is worse than the better peer's is marked with `<`.
     """
@@ -285,24 +289,35 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{'kind':8} {'cache':>7} {'at once':>7} {'router':24} {'rounds':>6}  cached, points  " + "  ".join(QUOTIENTS)
     ]
     for cell, router in itertools.product(dict.fromkeys(map(_cell_of, rows)), OURS):
-        of_cell = [row for row in rows if _cell_of(row) == cell]
-        compared = []
-        for ours in of_cell:
-            peers = [row for row in of_cell if row["router"] in (VLLM, SGLANG) and row["round"] == ours["round"]]
-            if ours["router"] == router and peers:
-                quotients = [ours[figure] / max(min(row[figure] for row in peers), 1e-9) for figure in QUOTIENTS]
-                compared.append((100 * (ours["cached"] - max(row["cached"] for row in peers)), *quotients))
+        by_round = {(row["router"], row["round"]): row for row in rows if _cell_of(row) == cell}
+        pairs = {
+            peer: [
+                (ours, by_round[peer, number])
+                for (name, number), ours in by_round.items()
+                if name == router and (peer, number) in by_round
+            ]
+            for peer in (VLLM, SGLANG)
+        }
+        compared = [pairs_of for pairs_of in pairs.values() if pairs_of]
         if not compared:
             continue
-        cached, *quotients = map(statistics.median, zip(*compared, strict=True))
+        cached = min(
+            statistics.fmean(100 * (ours["cached"] - peer["cached"]) for ours, peer in one) for one in compared
+        )
+        quotients = [max(_mean_quotient(one, figure) for one in compared) for figure in QUOTIENTS]
         marked = [f"{cached:+.1f}{'<' if cached < 0 else ''}"]
         marked += [f"{quotient:.2f}{'<' if quotient > 1 else ''}" for quotient in quotients]
         kind, cache, concurrency = cell
         lines.append(
-            f"{kind:8} {cache:7} {concurrency:7} {router:24} {len(compared):6}  {marked[0]:>14}  "
+            f"{kind:8} {cache:7} {concurrency:7} {router:24} {max(map(len, compared)):6}  {marked[0]:>14}  "
             + "  ".join(f"{text:>{len(figure)}}" for text, figure in zip(marked[1:], QUOTIENTS, strict=True))
         )
     return lines
+
+
+def _mean_quotient(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], figure: str) -> float:
+    """Ours divided by the peer's, as the geometric mean over the rounds."""
+    return statistics.geometric_mean(max(ours[figure], 1e-9) / max(peer[figure], 1e-9) for ours, peer in pairs)
 
 
 if __name__ == "__main__":
