@@ -221,13 +221,8 @@ def only(random: RandomRows, row: int) -> RandomRows:
     return RandomRows(torch.tensor([0]), random.temperature[part], random.uniform[part], alone if is_filtered else None)
 
 
-@pytest.mark.parametrize("wanted", [{"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 9000}, {"min_p": 0.2}])
-@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
-def test_filters_keep_as_many_of_many_weights_as_the_reference(
-    ops: Ops, scale: float, wanted: dict[str, float]
-) -> None:
-    """Also if nearly all weights are about equal, as those of random logits are."""
-    logits = random(1, 30_000) * scale
+def assert_keeps_what_the_reference_keeps(ops: Ops, logits: Tensor, wanted: dict[str, float]) -> None:
+    """logits: [1, V]. Tries tokens of all ranks, most of them the last ones that are kept."""
     likely = probabilities(logits, rows_of(logits, torch.zeros(1), **wanted))[0].double()  # type: ignore[arg-type]
     likely /= likely.sum()
     falling = likely.sort(descending=True, stable=True).indices[: int((likely > 0).sum())]
@@ -236,6 +231,28 @@ def test_filters_keep_as_many_of_many_weights_as_the_reference(
     repeated = logits.repeat(len(tokens), 1)
     drawn = ops.draw(repeated, rows_of(repeated, shares, **wanted))  # type: ignore[arg-type]
     assert drawn.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 9000}, {"min_p": 0.2}, {"top_p": 0.97, "min_p": 0.2}]
+)
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
+def test_filters_keep_as_many_of_many_weights_as_the_reference(
+    ops: Ops, scale: float, wanted: dict[str, float]
+) -> None:
+    """Also if nearly all weights are about equal, as those of random logits are."""
+    assert_keeps_what_the_reference_keeps(ops, random(1, 30_000) * scale, wanted)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("place", range(8))
+def test_top_p_is_exact_if_a_sample_of_the_weights_misleads(ops: Ops, top_p: float, place: int) -> None:
+    """The kernels look at every eighth weight first. One in eight differs from the others here."""
+    logits = random(1, 32_768, seed=place) * 0.01
+    for difference in (-2.0, 2.0):
+        changed = logits.clone()
+        changed[:, place::8] += difference
+        assert_keeps_what_the_reference_keeps(ops, changed, {"top_p": top_p})
 
 
 @pytest.mark.parametrize("vocab_size", [300, 5000])

@@ -24,12 +24,69 @@ inline void highest_of_eighths(const float* chunk, float* to) {  // one of eight
   __builtin_memcpy(to, highest, sizeof highest);
 }
 
-inline double sum_of(const float* chunk) {  // in the same order at every level
+struct EightSums {  // eight of them, so that they are added in the same order at every level
   double partial[8] = {};
+  double total() const {
+    return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+           ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+  }
+};
+inline double sum_of(const float* chunk) {
+  EightSums sums;
   for (int64_t i = 0; i < CHUNK_SIZE; i += 8)
-    for (int64_t j = 0; j < 8; j++) partial[j] += chunk[i + j];
-  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
-         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+    for (int64_t j = 0; j < 8; j++) sums.partial[j] += chunk[i + j];
+  return sums.total();
+}
+inline double sum_above(const float* x, int64_t size, float least) {  // of the numbers above `least`
+  EightSums sums;
+  int64_t i = 0;
+  for (; i + 8 <= size; i += 8)
+    for (int64_t j = 0; j < 8; j++) sums.partial[j] += x[i + j] > least ? x[i + j] : 0;
+  for (; i < size; i++) sums.partial[0] += x[i] > least ? x[i] : 0;
+  return sums.total();
+}
+
+#if WIDTH == 32 && defined(__AVX2__)
+struct Places {  // [mask]: the lanes whose bits are set, first
+  uint8_t lanes[256][8];
+  constexpr Places() : lanes() {
+    for (int mask = 0; mask < 256; mask++)
+      for (int lane = 0, next = 0; lane < 8; lane++)
+        if (mask >> lane & 1) lanes[mask][next++] = lane;
+  }
+};
+constexpr Places PLACES;
+#endif
+
+// Copies the numbers from `low` to `high`, both included, and returns how many there are. `to` may be `x`, and has room
+// for `size` numbers. A multiple of LANES is copied without a branch, since the processor could not predict it.
+inline int64_t copy_range(const float* x, int64_t size, float low, float high, float* to) {
+  int64_t count = 0, i = 0;
+#if WIDTH == 64 && defined(__AVX512F__)
+  for (; i + LANES <= size; i += LANES) {
+    const __m512 v = _mm512_loadu_ps(x + i);
+    const __mmask16 mask = _mm512_cmp_ps_mask(v, _mm512_set1_ps(low), _CMP_GE_OQ) &
+                           _mm512_cmp_ps_mask(v, _mm512_set1_ps(high), _CMP_LE_OQ);
+    _mm512_storeu_ps(to + count, _mm512_maskz_compress_ps(mask, v));
+    count += __builtin_popcount(mask);
+  }
+#elif WIDTH == 32 && defined(__AVX2__)
+  for (; i + LANES <= size; i += LANES) {
+    const __m256 v = _mm256_loadu_ps(x + i);
+    const __m256 is_in_range = _mm256_and_ps(_mm256_cmp_ps(v, _mm256_set1_ps(low), _CMP_GE_OQ),
+                                             _mm256_cmp_ps(v, _mm256_set1_ps(high), _CMP_LE_OQ));
+    const int mask = _mm256_movemask_ps(is_in_range);
+    const __m128i lanes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(PLACES.lanes[mask]));
+    _mm256_storeu_ps(to + count, _mm256_permutevar8x32_ps(v, _mm256_cvtepu8_epi32(lanes)));
+    count += __builtin_popcount(mask);
+  }
+#endif
+  for (; i < size; i++) {
+    const float v = x[i];
+    to[count] = v;
+    count += (v >= low) & (v <= high);
+  }
+  return count;
 }
 
 struct Weights {  // of a row, in chunks of CHUNK_SIZE
@@ -61,25 +118,40 @@ inline Weights weigh(const float* x, int64_t size, float top, float temperature,
   return w;
 }
 
-struct End {      // the end of a prefix
-  float weight;   // the least weight in it
-  int64_t above;  // how many weights are larger
-  double mass;    // and their sum
+struct End {          // the end of a prefix
+  float weight = 0;   // the least weight in it
+  int64_t above = 0;  // how many weights are larger
+  double mass = 0;    // and their sum
 };
+
+inline bool are_equal(const float* weights, int64_t count) {
+  int64_t i = 0;
+  while (i < count && weights[i] == weights[0]) i++;
+  return i == count;
+}
 
 // Finds where a prefix of the weights in falling order ends. The prefix has the largest weight, and each further one as
 // long as is_kept(number of larger weights, their sum) holds. A radix selection instead of sorting: the bits of
 // non-negative floats have the same order as the floats. Weights are counted and summed by the highest digit of their
 // bits, then those in the digit where the prefix ends by the next digit; after the last digit, all that are left are
-// equal.
+// equal. `end`: what is known to be larger than these weights, and in the prefix.
 template <class IsKept>
-End end_of_prefix(const float* weights, int64_t count, float* few, IsKept is_kept) {
+End end_of_prefix(const float* weights, int64_t count, float* few, IsKept is_kept, End end = {}) {
   constexpr int DIGIT = 10;  // bits: three digits hold 1.0f and all below it
   struct Bin {
     int64_t count;
     double mass;
   } bins[1 << DIGIT];
-  End end = {0, 0, 0};
+  if (are_equal(weights, count)) {  // each would wait for the one before it, whose bin is the same
+    end.weight = weights[0];
+    return end;
+  }
+  const auto float_of = [](uint32_t bits) {
+    float weight;
+    __builtin_memcpy(&weight, &bits, 4);
+    return weight;
+  };
+  uint32_t prefix = 0;
   for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
     const auto digit = [shift](float weight) {
       uint32_t bits;
@@ -100,16 +172,47 @@ End end_of_prefix(const float* weights, int64_t count, float* few, IsKept is_kep
       if (!is_kept(above, mass)) break;
       last = next, end.above = above, end.mass = mass;
     }
-    int64_t left = 0;
-    for (int64_t i = 0; i < count; i++) {
-      const float weight = weights[i];
-      few[left] = weight;
-      left += digit(weight) == last;
-    }
-    weights = few, count = left;
+    prefix |= last << shift;
+    count = copy_range(weights, count, float_of(prefix), float_of(prefix | ((1u << shift) - 1)), few);
+    weights = few;
   }
   end.weight = weights[0];
   return end;
+}
+
+// The least weight of the shortest prefix whose sum is at least `wanted`. `total`: the sum of all weights. `bound`: the
+// result is not below it.
+//
+// Counting takes longest for many weights that are about equal, as those of a model that is not sure: each waits for
+// the one before it, which has changed the same bin. So a sample tells a range in which the prefix ends nearly
+// certainly. Larger weights are only summed, and smaller ones are not looked at. If the prefix ends elsewhere, all are
+// counted.
+inline float end_of_mass(const float* weights, int64_t count, float* few, double total, double wanted, float bound) {
+  constexpr int64_t SAMPLE = 4096, MANY = 4 * SAMPLE;
+  constexpr double DEVIATIONS = 3, MAX_ERROR = 0.1;
+  const auto is_kept = [wanted](int64_t, double mass) { return mass < wanted; };
+  if (count >= MANY && !are_equal(weights, count)) {
+    double mass = 0, squares = 0;
+    for (int64_t i = 0; i < SAMPLE; i++) {
+      const double weight = few[i] = weights[count * i / SAMPLE];
+      mass += weight, squares += weight * weight;
+    }
+    const double share = wanted / total;
+    const double error = DEVIATIONS * __builtin_sqrt(share * (1 - share) * squares) / mass;  // of the sample's shares
+    if (error < MAX_ERROR) {
+      const auto end_of_share = [&](double part) {
+        return end_of_prefix(few, SAMPLE, few + SAMPLE, [=](int64_t, double sum) { return sum < part * mass; }).weight;
+      };
+      const float high = end_of_share(share - error), low = share + error < 1 ? end_of_share(share + error) : bound;
+      End above;
+      above.mass = sum_above(weights, count, high);
+      const int64_t left = copy_range(weights, count, low, high, few);
+      if (above.mass < wanted && above.mass + sum_above(few, left, -1) >= wanted)
+        return end_of_prefix(few, left, few, is_kept, above).weight;
+    }
+  }
+  count = copy_range(weights, count, bound, __builtin_inff(), few);
+  return end_of_prefix(few, count, few, is_kept).weight;
 }
 
 // The weight of the last token that all filters keep. `top_p` refers to the sum of what the other filters keep; of
@@ -136,14 +239,14 @@ inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
     bound = (1 - double(top_p)) * w.total / (2 * a.size);
   }
   if (!has_top_k && !has_top_p) return bound;
+  int64_t in_use = 0;
+  for (int64_t chunk = 0; chunk < w.chunks; chunk++) in_use += w.highest[chunk] >= bound;
+  if (!has_top_k && !has_min_p && 2 * in_use > w.chunks)  // smaller weights do no harm
+    return end_of_mass(w.each, a.size, w.few, w.total, top_p * w.total, bound);
   int64_t count = 0;
   for (int64_t chunk = 0; chunk < w.chunks; chunk++) {
     if (w.highest[chunk] < bound) continue;
-    for (int64_t i = chunk * CHUNK_SIZE; i < (chunk + 1) * CHUNK_SIZE; i++) {
-      const float weight = w.each[i];
-      w.some[count] = weight;
-      count += weight >= bound;
-    }
+    count += copy_range(w.each + chunk * CHUNK_SIZE, CHUNK_SIZE, bound, __builtin_inff(), w.some + count);
   }
 
   float threshold = bound;
@@ -153,12 +256,10 @@ inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
     threshold = end.weight;
     left = end.mass + double(top_k - end.above) * end.weight;
   } else if (has_top_k || has_min_p) {
-    left = 0;
-    for (int64_t i = 0; i < count; i++) left += w.some[i];
+    left = sum_above(w.some, count, -1);
   }
   if (!has_top_p) return threshold;
-  const double wanted = top_p * left;
-  return end_of_prefix(w.some, count, w.few, [wanted](int64_t, double mass) { return mass < wanted; }).weight;
+  return end_of_mass(w.some, count, w.few, left, top_p * left, threshold);
 }
 
 inline bool is_filtered(const Draw& a, int64_t t) {
