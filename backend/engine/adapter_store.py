@@ -48,7 +48,7 @@ class AdapterStore:
                 if (target := self._targets.get(module)) is None:
                     raise AdapterError(
                         f"{folder}: the adapter changes {module}, which is not one of this model's linear layers in "
-                        "attention or in an MLP without experts"
+                        "attention, in an MLP without experts or in shared experts"
                     )
                 rank = config.rank_of(module)
                 if rank > self._config.max_lora_rank:

@@ -12,12 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backend.engine.batch import make_batch
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import UnsupportedModel, WeightsError
+from backend.engine.paged_model import PagedModel
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.models.config import ModelConfig
+from tests.backend.checkpoints import build_model, save
 
 # Fields of the published config.json files.
 COMMON: dict[str, Any] = {
@@ -111,6 +115,46 @@ def first_tokens(directory: Path) -> list[int]:
     while engine.has_unfinished:
         engine.step()
     return request.token_ids
+
+
+PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(60)]
+
+
+def first_logprobs(directory: Path, prompt: list[int], **options: Any) -> torch.Tensor:
+    """The log-probabilities of the token after a prompt, of the whole vocabulary."""
+    config = EngineConfig(model_dir=directory, num_blocks=16, num_threads=1, device="cpu", **options).resolve()
+    model, request = PagedModel(config), Request("r", prompt, SamplingParams(max_tokens=1))
+    request.block_table = [*range(-(-len(prompt) // config.block_size))]
+    with torch.inference_mode():
+        batch = make_batch([ScheduledRequest(request, 0, len(prompt))], config.block_size, config.device)
+        return model.logits(model.forward(batch))[0].log_softmax(-1)
+
+
+def divergence_of(exact: torch.Tensor, rounded: torch.Tensor) -> float:
+    """The Kullback-Leibler divergence of two distributions."""
+    return (exact.exp() * (exact - rounded)).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("options", "divergence"),
+    [
+        ({"dtype": "bfloat16"}, 0.1),
+        ({"quantization": "int8"}, 0.3),
+        ({"kv_cache_dtype": "int8"}, 0.1),
+        ({"kv_cache_dtype": "fp8_e4m3"}, 1.0),
+    ],
+    ids=str,
+)
+def test_quantized_weights_and_caches_are_close(tmp_path: Path, options: dict[str, Any], divergence: float) -> None:
+    """Without experts, because a rounding error can select another expert of a random model.
+
+    The model's logits are large, so rounding changes them much. Still, another prompt's distribution is far away.
+    """
+    directory = save(build_model("deepseek-v3", first_k_dense_replace=3), tmp_path / "deepseek")
+    exact, rounded = first_logprobs(directory, PROMPT), first_logprobs(directory, PROMPT, **options)
+    other = first_logprobs(directory, PROMPT[:-1])
+    assert 0 < divergence_of(exact, rounded) < divergence
+    assert divergence_of(exact, other) > 3
 
 
 def test_tensors_that_published_checkpoints_have_in_addition(
