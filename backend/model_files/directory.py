@@ -104,7 +104,7 @@ class ModelDirectory(ModelFiles):
 
     def _of_language_model(self, sources: Mapping[str, Value]) -> dict[str, Value]:
         is_part = is_multimodal(_read_object(self.path / "config.json"))
-        return with_outer_module(language_tensors(sources) if is_part else sources)
+        return _without_drafts(with_outer_module(language_tensors(sources) if is_part else sources), self.config())
 
     def _open(self, files: ExitStack) -> dict[str, safe_open]:
         """Opens all shards and returns the file of each tensor."""
@@ -130,6 +130,13 @@ class ModelDirectory(ModelFiles):
     def _read_if_present(self, name: str) -> dict[str, Any]:
         path = self.path / name
         return _read_object(path) if path.exists() else {}
+
+
+def _without_drafts(sources: dict[str, Value], config: Mapping[str, Any]) -> dict[str, Value]:
+    """Drops the layers behind the last one that predict more tokens than the next, as DeepSeek V3 has one."""
+    first = config.get("num_hidden_layers") or 0
+    drafts = tuple(f"model.layers.{first + i}." for i in range(config.get("num_nextn_predict_layers") or 0))
+    return {name: source for name, source in sources.items() if not name.startswith(drafts)} if drafts else sources
 
 
 def _read_json(path: Path) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from backend.layers.gates import GroupedGate
 from backend.layers.latent_attention import LatentAttention
 from backend.layers.loader import LayerLoader
@@ -17,11 +15,6 @@ class DeepseekForCausalLM(Decoder):
 
     V2 and V3 differ only in the gate, whose settings `backend.models.deepseek_config` reads.
     """
-
-    def __init__(self, config: ModelConfig, loader: LayerLoader, max_model_len: int, device: torch.device) -> None:
-        super().__init__(config, loader, max_model_len, device)
-        # V3 has one more layer, which predicts a second token and is not needed to predict the next one.
-        loader.checkpoint.skip_below(f"model.layers.{config.num_layers}.")
 
     def attention(self, config: ModelConfig, layer: LayerConfig, loader: LayerLoader) -> LatentAttention:
         assert config.latent is not None and layer.rope_index is not None

@@ -72,11 +72,6 @@ class Checkpoint:
         """Removes a tensor that the model does not need. Does nothing if there is no such tensor."""
         self._sources.pop(name, None)
 
-    def skip_below(self, prefix: str) -> None:
-        """Removes all tensors whose names start with `prefix`, as `skip`."""
-        for name in [name for name in self._sources if name.startswith(prefix)]:
-            del self._sources[name]
-
     def finish(self) -> None:
         """Raises `WeightsError` unless all tensors have been taken or skipped."""
         if self._sources:

@@ -20,6 +20,7 @@ from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
+from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
 from tests.backend.checkpoints import build_model, save
 
@@ -168,6 +169,10 @@ def test_tensors_that_published_checkpoints_have_in_addition(
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, directory / "model.safetensors")
     assert first_tokens(directory) == first_tokens(checkpoint_dir("deepseek-v3"))
-    save_file(tensors | {"model.layers.1.mlp.gate.bias": torch.ones(8)}, directory / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"does not use: model\.layers\.1\.mlp\.gate\.bias"):
-        first_tokens(directory)
+    folders = (directory, checkpoint_dir("deepseek-v3"))
+    memory = [open_model_files(each).weights_bytes(torch.bfloat16) for each in folders]
+    assert memory[0] - memory[1] == 2 * 4  # of the frequencies
+    for name in ("model.layers.1.mlp.gate.bias", "model.layers.4.input_layernorm.weight"):
+        save_file(tensors | {name: torch.ones(8)}, directory / "model.safetensors")
+        with pytest.raises(WeightsError, match=f"does not use: {name}"):
+            first_tokens(directory)
