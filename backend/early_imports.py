@@ -2,7 +2,8 @@
 
 The import of torch takes most of a start. Four things shorten it:
 
-* A thread loads torch's largest library while this thread imports what does not need torch.
+* A thread loads torch's largest library while this thread imports what does not need torch. The system loads one library
+  at a time, so what has libraries of its own is imported before.
 * Parts of torch that the engine does not use are not imported (deferred_imports.py).
 * The garbage collector does not run. It would visit the same objects again and again, and they live as long as the
   process.
@@ -19,10 +20,14 @@ from importlib.metadata import version
 from backend.deferred_imports import defer
 from backend.torch_library import library_path, load_library
 
-# Dependencies that need no torch, and take more than a few milliseconds.
-OTHERS = (
-    "asyncio", "concurrent.futures", "jinja2.sandbox", "llguidance", "numpy", "opentelemetry.sdk.trace.export",
-    "prometheus_client", "safetensors", "starlette.applications", "tokenizers", "uvicorn", "uvloop", "zmq",
+# What needs no torch and takes more than a few milliseconds: first what loads libraries, then what needs no others.
+WITH_LIBRARIES = (
+    "numpy", "llguidance", "tokenizers", "safetensors", "uvloop", "zmq", "hashlib", "markupsafe._speedups", "mmap",
+    "multiprocessing.connection", "resource", "uuid",
+)  # fmt: skip
+WITHOUT_LIBRARIES = (
+    "concurrent.futures", "jinja2.sandbox", "opentelemetry.sdk.trace.export", "prometheus_client",
+    "starlette.applications", "uvicorn", "backend.options",
 )  # fmt: skip
 
 UNTIL_A_GGUF_FILE = "gguf"  # imports a dozen modules
@@ -46,9 +51,11 @@ def import_all() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
+        for name in WITH_LIBRARIES:
+            import_module(name)
         loading = threading.Thread(target=load_library)
         loading.start()
-        for name in OTHERS:
+        for name in WITHOUT_LIBRARIES:
             import_module(name)
         defer([UNTIL_A_GGUF_FILE])
         if library_path() and version("torch").startswith(DEFERRED_VERSIONS):

@@ -22,6 +22,22 @@ import gc, sys
 from backend import early_imports
 print("torch" in sys.modules, gc.isenabled(), gc.get_freeze_count() > 10_000)
 """
+# Which modules load a library while the thread that loads torch's is running.
+WAITS = """
+import threading
+from importlib.machinery import ExtensionFileLoader
+
+waiting, load = [], ExtensionFileLoader.create_module
+
+def note(self, spec):
+    if threading.active_count() > 1:
+        waiting.append(spec.name)
+    return load(self, spec)
+
+ExtensionFileLoader.create_module = note
+from backend import early_imports
+print(*waiting)
+"""
 # Sampled tokens of the demo model and their log-probabilities, and which deferred modules are still deferred then.
 GENERATES = """
 import sys
@@ -80,6 +96,10 @@ def test_the_library_is_loaded_without_torch() -> None:
 
 def test_the_collector_runs_again_and_skips_what_was_imported() -> None:
     assert output_of(IMPORTS) == ["True", "True", "True"]
+
+
+def test_nothing_waits_for_the_thread_that_loads_the_library() -> None:
+    assert output_of(WAITS) == [], "the system loads one library at a time, so import these before"
 
 
 for_cpus = pytest.mark.skipif("+cpu" not in version("torch"), reason="parts are deferred of builds for CPUs only")
