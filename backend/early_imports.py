@@ -2,8 +2,8 @@
 
 The import of torch takes most of a start. Four things shorten it:
 
-* A thread loads torch's largest library while this thread imports what does not need torch. The system loads one library
-  at a time, so what has libraries of its own is imported before.
+* A thread loads torch's largest library while this thread imports what does not need torch. The system loads one
+  library at a time, so what has libraries of its own is imported before.
 * Parts of torch that the engine does not use are not imported (deferred_imports.py).
 * The garbage collector does not run. It would visit the same objects again and again, and they live as long as the
   process.
