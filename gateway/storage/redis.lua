@@ -141,8 +141,10 @@ end
 local function return_hold(key, reservation)
   local account, field = name('account', key), 'hold:' .. reservation
   local amount = redis.call('HGET', account, field)
+  if amount and amount ~= '0' then
+    redis.call('HINCRBY', account, 'held', '-' .. amount)
+  end
   if amount then
-    redis.call('HINCRBY', account, 'held', amount == '0' and '0' or '-' .. amount)
     redis.call('HDEL', account, field)
   end
   return redis.call('ZREM', name('leases', key), reservation)
@@ -315,9 +317,13 @@ end
 local function set_hold(key, hold, amount, growth, expires_at)
   local account, field = name('account', key), 'hold:' .. hold
   redis.call('HSET', account, field, amount)
-  redis.call('HINCRBY', account, field, growth)
-  redis.call('HINCRBY', account, 'held', amount)
-  redis.call('HINCRBY', account, 'held', growth)
+  if amount ~= '0' then
+    redis.call('HINCRBY', account, 'held', amount)
+  end
+  if growth ~= '0' then
+    redis.call('HINCRBY', account, field, growth)
+    redis.call('HINCRBY', account, 'held', growth)
+  end
   redis.call('ZADD', name('leases', key), string.format('%.17g', expires_at), hold)
 end
 
