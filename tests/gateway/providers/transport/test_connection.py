@@ -170,9 +170,14 @@ async def test_a_slow_reader_stops_the_sender(transport: HTTPTransport) -> None:
         assert sum([len(part) async for part in pieces(response)]) == len(piece) * count
 
 
+def _connections() -> list[Connection]:
+    return [each for each in gc.get_objects() if type(each) is Connection]
+
+
 async def test_a_lost_connection_is_freed_without_the_garbage_collector(transport: HTTPTransport) -> None:
     gc.collect()
     gc.disable()
+    earlier = _connections()  # which other tests left
     try:
         async with ScriptedServer(answering(STREAM_HEAD + chunked(b"part"))) as server:
             response = await transport.handle_async_request(post(server))
@@ -180,6 +185,6 @@ async def test_a_lost_connection_is_freed_without_the_garbage_collector(transpor
             await response.aclose()
             await server.until_the_client_closed()
         del response
-        assert not [each for each in gc.get_objects() if type(each) is Connection]
+        assert not [each for each in _connections() if each not in earlier]
     finally:
         gc.enable()
