@@ -19,16 +19,7 @@ from gateway.core.times import rfc3339
 from gateway.policy import REALTIME, Deployment, Policy, Price
 from gateway.policy.prices import MINUTES_CACHED, UNITS, PriceForm, PriceList, TokenPrices
 from gateway.policy.tenant_prices import Terms
-from gateway.types import (
-    Attempt,
-    AttemptRow,
-    Call,
-    Outcome,
-    PhaseTimings,
-    Receipt,
-    UnbilledTokens,
-    Usage,
-)
+from gateway.types import Attempt, AttemptRow, Call, Outcome, PhaseTimings, Receipt, UnbilledTokens, Usage
 
 _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in TokenPrices._fields])
 
