@@ -300,6 +300,28 @@ class Wire:
         self.leave()
 
 
+class IdleConnection:
+    """A keep-alive connection that has got one reply and waits for nothing."""
+
+    def __init__(self, server: Running) -> None:
+        address = urlsplit(server.url)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS)
+        self._socket.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+        reply = http.client.HTTPResponse(self._socket)
+        reply.begin()
+        assert reply.status == 200, reply.read()
+        reply.read()
+
+    def wait_until_closed(self) -> None:
+        assert self._socket.recv(1) == b""
+
+    def __enter__(self) -> IdleConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
 def chat(prompt: str = "What is prefix caching?", **fields: Any) -> dict[str, Any]:
     return {"model": DEMO, "messages": [{"role": "user", "content": prompt}], **fields}
 
