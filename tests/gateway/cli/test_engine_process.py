@@ -100,7 +100,9 @@ def test_an_engine_that_is_still_starting_is_stopped(tmp_path: Path) -> None:
 
 def test_an_interrupted_start_reports_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C may end the engine too, if it does not have its own session yet."""
-    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"]
+    # A shell's background process ignores SIGINT, and the engine would inherit that.
+    killed = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGINT)"
+    command = [sys.executable, "-c", killed]
     with EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log", lambda: True) as engine:
         assert engine._process is not None
         assert engine._process.wait(PATIENCE_SECONDS) != 0
