@@ -190,7 +190,7 @@ def _model(policy: Policy, principal: Principal, name: str) -> Model:
     model = policy.find_model(name) if len(name) <= MAX_NAME_CHARACTERS else None
     if model is None or not principal.tenant_may_use(model, name) or not name.isprintable() or STAR in name:
         shown = name[:MAX_NAME_CHARACTERS]
-        raise ModelNotFound(f"the model {shown!r} does not exist or is not yours to use", param="model")
+        raise ModelNotFound(f"the model {shown!r} does not exist or you do not have access to it", param="model")
     if not principal.may_use(model, name):
         raise Forbidden(f"the key {principal.key_id!r} may not use the model {name!r}", param="model")
     return model
