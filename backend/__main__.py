@@ -31,9 +31,12 @@ from backend.engine import config as engine_config
 from backend.engine import kernel_swap, kv_memory, thread_tuner
 from backend.engine.adapter_store import AdapterStore
 from backend.engine.async_engine import AsyncEngine
+from backend.engine.block_transfer import BlockTransfer
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
+from backend.kv_transfer.block_layout import layout_of
+from backend.kv_transfer.prefix_loader import PrefixLoader
 from backend.model_files.lora_files import CONFIG, WEIGHTS
 from backend.models import weights
 from backend.native import background, compiler
@@ -43,6 +46,8 @@ from backend.server.app import create_app
 from backend.server.components import ServerComponents
 from backend.server.http_server import EngineHttpServer, bind, url_of
 from backend.server.kv_events import KVEventPublisher
+from backend.server.kv_transfer import KvTransfer
+from backend.server.kv_transfer_metrics import KvTransferMetrics
 from backend.server.metrics import ServerMetrics
 from backend.server.model import load_model
 from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
@@ -125,6 +130,7 @@ def load(args: argparse.Namespace) -> ServerComponents:
         except (OSError, ValueError, KeyError) as error:
             raise StartError(f"cannot load {model_dir}: {error}") from error
     engine = AsyncEngine(loaded)
+    metrics = ServerMetrics(engine, model.name, config.block_size)
     endpoint = args.otlp_endpoint or os.environ.get(OTLP_VARIABLE)
     service_name = os.environ.get(SERVICE_NAME_VARIABLE, DEFAULT_SERVICE_NAME)
     return ServerComponents(
@@ -132,14 +138,32 @@ def load(args: argparse.Namespace) -> ServerComponents:
         engine=engine,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
-        metrics=ServerMetrics(engine, model.name, config.block_size),
+        metrics=metrics,
         tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
         kv_events=kv_events,
         prompt_tokens_details=args.prompt_tokens_details,
         adapters=_load_adapters(args, loaded, model.name),
         updates_adapters=args.allow_runtime_lora_updating,
+        kv_transfer=_kv_transfer(args, engine, metrics, model.name),
     )
+
+
+def _kv_transfer(
+    args: argparse.Namespace, engine: AsyncEngine, metrics: ServerMetrics, model_name: str
+) -> KvTransfer | None:
+    """What exchanges KV blocks with other engines. None if no option asks for it. Raises StartError."""
+    if not (args.kv_transfer or args.kv_transfer_peers):
+        return None
+    loaded = engine.engine
+    if not loaded.config.enable_prefix_caching:
+        raise StartError("--kv-transfer and --kv-transfer-peers require prefix caching")
+    blocks = BlockTransfer(loaded.scheduler, loaded.runner.kv)
+    layout = layout_of(loaded.config, loaded.runner.kv)
+    loader = None
+    if args.kv_transfer_peers:
+        loader = PrefixLoader(engine, blocks, layout, args.kv_transfer_peers, args.kv_transfer_seconds)
+    return KvTransfer(blocks, layout, args.kv_transfer, loader, KvTransferMetrics(metrics.registry, model_name))
 
 
 def _load_adapters(args: argparse.Namespace, engine: Engine, model_name: str) -> ServedAdapters | None:

@@ -15,6 +15,7 @@ from typing import Any
 from backend import parsers
 from backend.engine.speculation import DRAFTERS
 from backend.kv_cache import KV_FORMATS
+from backend.kv_transfer.peers import PeerRule, parse_rule
 from backend.quantization import QUANTIZATIONS
 
 DEMO = "demo"  # the value of --model that selects the bundled model
@@ -98,6 +99,28 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-host-bytes", type=_positive, metavar="N", help="host memory for blocks evicted from the KV cache")
     add("--kv-host-dir", type=Path, metavar="DIR", help="keep the host tier in a file in this directory instead of RAM")
+    add(
+        "--kv-transfer",
+        action="store_true",
+        help="serve blocks of the prefix cache to other engines on POST /kv_blocks, by their hashes",
+    )
+    add(
+        "--kv-transfer-peers",
+        nargs="+",
+        type=_peer,
+        default=[],
+        metavar="PEER",
+        help="engines from which requests may load blocks (`kv_transfer_params`): HOST, HOST:PORT or a network such as "
+        "10.0.0.0/8",
+    )
+    add(
+        "--kv-transfer-seconds",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="longest time that a request waits for blocks of another engine, then it computes them "
+        "(default: %(default)s)",
+    )
     add("--block-size", type=_positive, metavar="TOKENS", help="tokens per KV block (default: chosen by the engine)")
 
 
@@ -248,6 +271,13 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _expected("a JSON object", text)
     return value
+
+
+def _peer(text: str) -> PeerRule:
+    try:
+        return parse_rule(text)
+    except ValueError:
+        raise _expected("HOST, HOST:PORT or a network", text) from None
 
 
 def _port(text: str) -> int:

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from backend.engine.engine_stats import EngineStats
 from backend.options import build_parser as build_engine_parser
+from backend.server.kv_transfer_metrics import KvTransferMetrics
 from backend.server.metrics import ServerMetrics as EngineMetrics
 from docs.servers import servers_page
 from gateway.cli import app as warmpath_app
@@ -301,7 +302,7 @@ class _IdleEngine:
     healthy = True
 
     def stats(self) -> EngineStats:
-        counted = (0,) * 10
+        counted = (0,) * 11
         none: frozenset[str] = frozenset()
         return EngineStats(0, 0, 1, 1, 0.0, *counted, (), (0,) * 14, 0, {}, 0, 0, 0, 0, 0, 0, True, 0, 1, none, none)
 
@@ -313,12 +314,13 @@ def metrics_page() -> str:
         if isinstance(metric, observable.ObservableMetric):
             gateway.register(metric, dict)
     engine = EngineMetrics(_IdleEngine(), "demo", 16)  # type: ignore[arg-type]
+    KvTransferMetrics(engine.registry, "demo")
     return "\n".join(
         [
             GENERATED.format(source="the registries of gateway and engine"),
             METRICS_OPENING,
             f"## Gateway\n\n{_metrics_table(gateway._registry)}",
-            f"## Engine\n\n{_metrics_table(engine._registry)}",
+            f"## Engine\n\n{_metrics_table(engine.registry)}",
         ]
     )
 

@@ -21,8 +21,9 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from backend.engine.engine import Engine
 from backend.engine.engine_stats import EngineStats
@@ -39,6 +40,7 @@ STALL_SECONDS = 120.0  # for one step: the longest take about a second on a lapt
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Command = Callable[[], StepOutput | None]
 
 
@@ -115,6 +117,7 @@ class AsyncEngine:
         # Shared by both threads, under the condition's lock.
         self._changed = threading.Condition()
         self._commands: list[Command] = []
+        self._calls: set[Future[Any]] = set()  # that have not returned
         self._check_due = False  # steps have run since the last integrity check
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._stopping = False
@@ -212,6 +215,30 @@ class AsyncEngine:
         """The engine's current state and totals. Safe to call from any thread."""
         return self._engine.stats()
 
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Runs `work` on the engine's thread between two steps. Safe to call from any thread.
+
+        The future raises `EngineDead` if the engine ends before. An exception of `work` ends the engine, as one of a
+        step does, because the block pool may be inconsistent then.
+        """
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if future.set_running_or_notify_cancel():
+                self._flush()  # `work` may take longer than a step's preparation
+                future.set_result(work())
+            with self._changed:
+                self._calls.discard(future)
+
+        with self._changed:
+            if self._open:
+                self._calls.add(future)
+                self._commands.append(command)
+                self._changed.notify()
+                return future
+        future.set_exception(EngineDead(self.error or "the engine is not running"))
+        return future
+
     # -- On the event loop ---------------------------------------------------------------------------------------
 
     def _displace_for(self, request: Request) -> None:
@@ -278,6 +305,10 @@ class AsyncEngine:
             with self._changed:
                 self._open = False
                 waiters = self._take_idle_waiters()
+                calls, self._calls = self._calls, set()
+            for call in calls:
+                if call.running() or call.set_running_or_notify_cancel():
+                    call.set_exception(EngineDead(self.error or "the engine has stopped"))
             self._flush()
             reason = FinishReason.ABORT if self.error is None else FinishReason.ERROR
             self._loop.call_soon_threadsafe(self._end, reason, waiters)

@@ -44,6 +44,7 @@ class BlockPool:
         self._listener = listener
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
+        self.versions = [0] * num_blocks  # how often each was taken for new content (block_transfer.py)
         self._index: dict[bytes, int] = {}  # block by hash
         self._background = [True] * num_blocks  # whether only background work has used the content
         self._uncached: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -137,6 +138,7 @@ class BlockPool:
             is_saved = self.tier is not None and self.tier.save(block_hash, block, background=self._background[block])
             if self._listener and not is_saved:
                 self._listener.removed(block_hash)
+        self.versions[block] += 1
         self._ref_counts[block] = 1
         self._background[block] = background
         return block

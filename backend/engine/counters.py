@@ -31,6 +31,7 @@ class SchedulerCounters:
 
     prompt_tokens: int = 0  # of prompts that have been computed completely; each prompt counts once, whatever its `n`
     cached_prompt_tokens: int = 0  # of these, how many came from the prefix cache
+    transferred_prompt_tokens: int = 0  # of these, how many came from another engine
     generation_tokens: int = 0
     unwanted_tokens: int = 0  # of these, how many were generated after a stop string that the server found in the text
     prefix_cache_queries: int = 0  # in tokens
@@ -48,6 +49,7 @@ class SchedulerCounters:
             request.prompt_tally.is_counted = True
             self.prompt_tokens += request.num_prompt_tokens
             self.cached_prompt_tokens += request.num_cached_tokens
+            self.transferred_prompt_tokens += min(request.num_cached_tokens, request.num_transferred_tokens)
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the drafts of one request in one step."""

@@ -21,6 +21,7 @@ class EngineStats:
     kv_usage: float  # the share of blocks in use, 0 to 1
     prompt_tokens_total: int
     cached_prompt_tokens_total: int  # of these
+    transferred_prompt_tokens_total: int  # of these, from another engine
     generation_tokens_total: int
     unwanted_tokens_total: int  # of these, generated after a stop string
     prefix_cache_queries_total: int  # in tokens
@@ -60,6 +61,7 @@ def collect_stats(
         kv_usage=1.0 - num_free / pool.num_blocks,
         prompt_tokens_total=counters.prompt_tokens,
         cached_prompt_tokens_total=counters.cached_prompt_tokens,
+        transferred_prompt_tokens_total=counters.transferred_prompt_tokens,
         generation_tokens_total=counters.generation_tokens,
         unwanted_tokens_total=counters.unwanted_tokens,
         prefix_cache_queries_total=counters.prefix_cache_queries,

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -56,6 +57,26 @@ class KvMemory:
     def block(self, block: int) -> Tensor:
         """A view of one block: [num_layers, 2, block_size, Hkv, W]."""
         return self._memory[:, :, block]
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._memory.device.type == "cpu"
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block(0).numel() * self._memory.itemsize
+
+    def read(self, blocks: Sequence[int]) -> Tensor:
+        """Copies of blocks on the host: [n, block_bytes] uint8, each with the bytes of `block` in its order."""
+        if not blocks:
+            return torch.empty((0, self.block_bytes), dtype=torch.uint8)
+        return torch.stack([self.block(block) for block in blocks]).cpu().view(torch.uint8).flatten(1)
+
+    def write(self, blocks: Sequence[int], content: Sequence[Tensor]) -> None:
+        """Fills blocks with what `read` has returned for others: one row for each block, on the host."""
+        for block, row in zip(blocks, content, strict=True):
+            target = self.block(block)
+            target.copy_(row.view(target.dtype).view(target.shape))
 
 
 class HostSlots:

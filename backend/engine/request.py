@@ -67,6 +67,7 @@ class Request:
     is_plain: bool = field(init=False)  # every token is a plain sample (without a grammar), and nothing else is wanted
     num_computed_tokens: int = 0  # tokens whose keys and values are in the KV cache
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache when first scheduled
+    num_transferred_tokens: int = 0  # prompt tokens whose blocks came from another engine for this request
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of token_ids, chained

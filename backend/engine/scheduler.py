@@ -233,7 +233,7 @@ class Scheduler:
         """Blocks for all known tokens of a request, and how many of them hold cached content. None if out of room."""
         if len(self.running) >= self._max_num_seqs:
             return None
-        hashes = self._usable_hashes(request)
+        hashes = self.usable_hashes(request)
         cached = self.pool.find_cached_prefix(hashes)
         self.pool.prepare_restore(hashes[len(cached) :], background=request.is_background)
         num_new = self._num_blocks(len(request.token_ids)) - len(cached)
@@ -271,7 +271,7 @@ class Scheduler:
     def _reads_cache(self, request: Request) -> bool:
         return self._enable_prefix_caching and not request.needs_all_hidden
 
-    def _usable_hashes(self, request: Request) -> list[bytes]:
+    def usable_hashes(self, request: Request) -> list[bytes]:
         """The hashes of the request's full blocks that may come from the cache: never the last token's."""
         if not self._reads_cache(request):
             return []

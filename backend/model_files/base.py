@@ -59,6 +59,10 @@ class ModelFiles(ABC):
         """
 
     @abstractmethod
+    def weight_files(self) -> list[Path]:
+        """Returns the files that contain the tensors, in a fixed order."""
+
+    @abstractmethod
     def weights_bytes(
         self, dtype: torch.dtype, linear_bits: float | None = None, *, stays_quantized: bool = False
     ) -> int:

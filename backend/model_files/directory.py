@@ -110,14 +110,14 @@ class ModelDirectory(ModelFiles):
         """Opens all shards and returns the file of each tensor."""
         sources: dict[str, safe_open] = {}
         try:
-            for path in self._paths():
+            for path in self.weight_files():
                 file = files.enter_context(safe_open(path, framework="pt"))
                 sources.update(dict.fromkeys(file.keys(), file))
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"the weights in {self.path} cannot be read: {error}") from error
         return sources
 
-    def _paths(self) -> list[Path]:
+    def weight_files(self) -> list[Path]:
         index = self.path / INDEX
         if not index.exists():
             return [self.path / SINGLE]

@@ -155,9 +155,9 @@ class GgufFile(ModelFiles):
             return architecture_of(self._header)
 
     def _open(self, opened: ExitStack) -> list[_Shard]:
-        return [_open_shard(path, opened) for path in self._paths()]
+        return [_open_shard(path, opened) for path in self.weight_files()]
 
-    def _paths(self) -> list[Path]:
+    def weight_files(self) -> list[Path]:
         if (split := SPLIT_NAME.fullmatch(self.path.name)) is None:
             return [self.path]
         stem, count = split.groups()

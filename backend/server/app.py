@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from backend.kv_transfer.prefix_loader import PATH as KV_BLOCKS_PATH
 from backend.server.adapters import LoadAdapterEndpoint, UnloadAdapterEndpoint
 from backend.server.asgi import RequestIdMiddleware
 from backend.server.chat import ChatCompletionsEndpoint
@@ -24,6 +25,7 @@ from backend.server.components import ServerComponents
 from backend.server.embeddings import EmbeddingsEndpoint
 from backend.server.errors import ApiError, EngineFailure, InvalidRequest, MethodNotAllowed, UnknownUrl
 from backend.server.info import JSON, InfoEndpoints
+from backend.server.kv_blocks import KvBlocksEndpoint
 from backend.server.render import RenderChatEndpoint, RenderCompletionsEndpoint
 from backend.server.reranks import RerankEndpoint, ScoreEndpoint
 from backend.server.tokenization import DetokenizeEndpoint, TokenizeEndpoint
@@ -60,6 +62,10 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
             Route("/v1/unload_lora_adapter", UnloadAdapterEndpoint(adapters, closing), methods=["POST"]),
         ]
 
+    transfer = components.kv_transfer
+    if transfer and transfer.serves:
+        routes.append(Route(KV_BLOCKS_PATH, KvBlocksEndpoint(components, transfer, closing), methods=["POST"]))
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await components.engine.start()
@@ -72,6 +78,8 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
                 components.kv_events.close()
             if adapters is not None:
                 adapters.close()
+            if transfer is not None and transfer.loader is not None:
+                transfer.loader.close()
             components.executor.shutdown(wait=False, cancel_futures=True)
             components.grammar_queue.close()
             components.model.grammars.close()

@@ -29,6 +29,7 @@ from backend.server.constraints import (
     token_constraint,
 )
 from backend.server.generation import Generation
+from backend.server.kv_transfer import block_source, response_params
 from backend.server.messages import NamedToolChoice, num_tool_calls
 from backend.server.prompts import chat_prompt
 from backend.server.requests import ChatRequest
@@ -89,6 +90,7 @@ class ChatCompletionsEndpoint(Endpoint):
             cache_salt=request.cache_salt or "",
             adapter=adapter,
             priority=request.priority or 0,
+            block_source=block_source(self._components.kv_transfer, request),
         )
 
     def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ReasoningFormat | None]:
@@ -134,7 +136,9 @@ class ChatCompletionsEndpoint(Endpoint):
             token_ids = responses.token_ids(deltas) if request.return_token_ids else {}
             bodies.append(body | responses.stop_reason(deltas[-1]) | token_ids)
         usage = generation.usage_object
+        transfer = self._components.kv_transfer
         extra = self._extra(request, generation)
+        extra |= response_params(transfer, request, exchange.headers, generation.id)
         if request.prompt_logprobs is not None:
             scored = parts[0][0].prompt_logprobs or ()
             extra["prompt_logprobs"] = responses.prompt_logprobs(self._components.model.codec, scored)

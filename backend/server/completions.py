@@ -18,6 +18,7 @@ from backend.server.components import ServerComponents
 from backend.server.constraints import is_constrained, relaxed_header, text_constraint, token_constraint
 from backend.server.errors import InvalidRequest
 from backend.server.generation import Generation
+from backend.server.kv_transfer import block_source, response_params
 from backend.server.prompts import Prompt, encode_prompts, prompt_text, prompt_truncator, split_prompts
 from backend.server.request_body import decode_body
 from backend.server.requests import MAX_CHOICES_TOTAL, CompletionRequest
@@ -93,6 +94,7 @@ class CompletionsEndpoint(Endpoint):
             cache_salt=request.cache_salt or "",
             adapter=adapter,
             priority=request.priority or 0,
+            block_source=block_source(self._components.kv_transfer, request),
         )
 
     def _head(self, request: CompletionRequest, prompt: Prompt) -> str:
@@ -113,8 +115,9 @@ class CompletionsEndpoint(Endpoint):
                 choice |= responses.stop_reason(deltas[-1])
                 choices.append(choice | self._extra(request, deltas, prompt))
         usage = generation.usage_object
+        extra = response_params(self._components.kv_transfer, request, exchange.headers, generation.id)
         await exchange.respond(
-            responses.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True))
+            responses.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True, extra=extra))
         )
 
     def _best(self, request: CompletionRequest, parts: list[list[ChoiceDelta]], start: int) -> Sequence[int]:

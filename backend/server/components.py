@@ -17,6 +17,7 @@ from backend.server.adapters import ServedAdapters
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from backend.server.grammar_queue import GrammarQueue
 from backend.server.kv_events import KVEventPublisher
+from backend.server.kv_transfer import KvTransfer
 from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel
 from backend.server.tracing import Tracer
@@ -47,6 +48,7 @@ class ServerComponents:
     prompt_tokens_details: bool = True  # report cached tokens in `usage`
     adapters: ServedAdapters | None = None
     updates_adapters: bool = False  # whether there are endpoints that load and unload adapters
+    kv_transfer: KvTransfer | None = None
 
     def check_model(self, name: str | None) -> LoraAdapter | None:
         """Returns the adapter of this name, or None if `name` is the served model or None. Raises ModelNotFound."""

@@ -140,7 +140,11 @@ class EngineCollector(Collector):
             "vllm:prompt_tokens_by_source",
             "Prompt tokens by source of their keys and values.",
             "source",
-            {"local_compute": num_computed, "local_cache_hit": num_cached, "external_kv_transfer": 0},
+            {
+                "local_compute": num_computed,
+                "local_cache_hit": num_cached - stats.transferred_prompt_tokens_total,
+                "external_kv_transfer": stats.transferred_prompt_tokens_total,
+            },
         )
 
     def _split(

@@ -21,10 +21,13 @@ from typing import Self
 
 from backend.engine.outputs import StepOutput
 from backend.engine.request import RequestStatus
+from backend.kv_transfer.peers import Peer
+from backend.kv_transfer.prefix_loader import PrefixLoader, Transfer
 from backend.server import semconv
 from backend.server.asgi import HttpExchange
 from backend.server.components import ServerComponents
 from backend.server.errors import ApiError, InvalidRequest
+from backend.server.kv_transfer import KvTransfer
 from backend.server.metrics import CompletedRequest
 from backend.server.responses import Json, usage_object
 from backend.server.sequence import ChoiceDelta, GenerationTask, LiveSequence
@@ -43,6 +46,8 @@ class Generation:
         self._components = components
         self._exchange = exchange
         self._task = task
+        self._loading_ns = 0  # when blocks of another engine began to be loaded
+        self._transfers: list[Transfer] = []
         self._submitted_ns = 0
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # all choices, or one failed
         # A client may reuse its x-request-id for a retry, but ids in the engine must be unique.
@@ -64,6 +69,9 @@ class Generation:
             sequence.request.prompt_tally = self.sequences[i - i % len(task.samplings)].request.prompt_tally
 
     async def __aenter__(self) -> Self:
+        transfer = self._components.kv_transfer
+        if self._task.block_source and transfer and transfer.loader:
+            await self._load_blocks(self._task.block_source, transfer, transfer.loader)
         self._submitted_ns = time.time_ns()
         try:
             for sequence in self.sequences:
@@ -90,6 +98,19 @@ class Generation:
         if error is None:
             self._measure(timings)
         self._components.tracer.record(self._record(timings, error))
+
+    async def _load_blocks(self, source: Peer, transfer: KvTransfer, loader: PrefixLoader) -> None:
+        """Loads the blocks of all prompts that are not cached. The choices of a prompt share its blocks."""
+        self._loading_ns = time.time_ns()
+        num_choices = len(self._task.samplings)
+        firsts = [sequence.request for sequence in self.sequences[::num_choices]]
+        seconds = firsts[0].deadline - time.time()
+        self._transfers = await asyncio.gather(*(loader.load(request, source, seconds) for request in firsts))
+        for i, sequence in enumerate(self.sequences):
+            sequence.request.num_transferred_tokens = firsts[i // num_choices].num_transferred_tokens
+        waited = (time.time_ns() - self._loading_ns) / NANOSECONDS
+        for each in self._transfers:
+            transfer.metrics.observe_load(each, waited)
 
     async def run(self, take: Callable[[ChoiceDelta], None]) -> None:
         """Calls `take` with each delta of all sequences, as soon as the engine delivers it. Call this method once.
@@ -172,6 +193,7 @@ class Generation:
             timings=timings,
             headers=self._exchange.headers,
             attributes=self._attributes(error),
+            loading=self._loading_attributes(),
             prefill=self._prefill_attributes(),
             decode={
                 semconv.OUTPUT_TOKENS: self.usage.completion_tokens,
@@ -185,6 +207,7 @@ class Generation:
         timings = [sequence.request.timing for sequence in self.sequences]
         return EnginePhaseTimings(
             received_ns=self._exchange.received_ns,
+            loading_ns=self._loading_ns,
             submitted_ns=self._submitted_ns,
             scheduled_ns=_earliest_ns([timing.scheduled for timing in timings]),
             # An embedding is complete after prefill: it has no output tokens and no decode phase.
@@ -217,6 +240,16 @@ class Generation:
         if error is not None:
             attributes[semconv.ERROR_TYPE] = type(error).__name__
         return attributes
+
+    def _loading_attributes(self) -> Attributes:
+        if not self._transfers:
+            return {}
+        return {
+            semconv.KV_LOAD_SOURCE: str(self._transfers[0].peer),
+            semconv.KV_LOAD_OUTCOME: [transfer.outcome.value for transfer in self._transfers],
+            semconv.KV_LOAD_BLOCKS: sum(transfer.num_blocks for transfer in self._transfers),
+            semconv.KV_LOAD_BYTES: sum(transfer.num_bytes for transfer in self._transfers),
+        }
 
     def _prefill_attributes(self) -> Attributes:
         cached = sum(sequence.num_cached_tokens for sequence in self.sequences)

@@ -159,8 +159,8 @@ class ServerMetrics:
     """
 
     def __init__(self, engine: AsyncEngine, model_name: str, block_size: int) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine, model_name, block_size))
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, model_name, block_size))
         self._model = model_name
         self.mean_request_seconds = 1.0
         self._ttft = self._histogram(
@@ -172,7 +172,7 @@ class ServerMetrics:
             dict(zip(LABELS, (model_name, ENGINE), strict=True)),
             TOKEN_BUCKETS,
         )
-        self._registry.register(self._itl)
+        self.registry.register(self._itl)
         self._of_requests = [
             (self._histogram(each.name, each.documentation, each.buckets), each.value) for each in _REQUEST_HISTOGRAMS
         ]
@@ -180,7 +180,7 @@ class ServerMetrics:
             "vllm:request_success",
             "Finished sequences by finish reason.",
             (*LABELS, "finished_reason"),
-            registry=self._registry,
+            registry=self.registry,
         )
         # Creates the series at zero, so that the first increment shows in rates.
         for reason in ("stop", "length", "abort", "error"):
@@ -189,11 +189,11 @@ class ServerMetrics:
             "vllm:admission_rejections",
             "Requests rejected because the queue was full.",
             ("model_name", "reason"),
-            registry=self._registry,
+            registry=self.registry,
         ).labels(model_name, QUEUE_FULL)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(name, documentation, LABELS, registry=self._registry, buckets=buckets)
+        histogram = Histogram(name, documentation, LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(self._model, ENGINE)
 
     def observe_first_token(self, seconds: float) -> None:
@@ -222,4 +222,4 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -74,7 +74,6 @@ ONLY: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": _NOTHING,
     "media_io_kwargs": _NOTHING,
     "vllm_xargs": _NOTHING,
-    "kv_transfer_params": _NOTHING,
     "ec_transfer_params": _NOTHING,
     # Fields of SGLang that change the output. Its router and vLLM's router may add them as null.
     "regex": (),

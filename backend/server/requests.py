@@ -80,6 +80,15 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     whitespace_pattern: None = None
 
 
+class KvTransferParams(Struct, frozen=True):
+    """Value of vLLM's `kv_transfer_params`. Its other members are for vLLM's connectors: blocks are found by hash."""
+
+    do_remote_decode: bool | None = None  # another engine will load the prompt's blocks from this one
+    do_remote_prefill: bool | None = None  # this engine is to load the prompt's blocks from the remote one
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)] | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+
+
 class TruncationFields(Struct, frozen=True, kw_only=True):
     """Fields that truncate a prompt that is too long."""
 
@@ -114,6 +123,7 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     priority: Int | None = None
     cache_salt: CacheSalt | None = None
+    kv_transfer_params: KvTransferParams | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # name tokens in log-probabilities as `token_id:17`

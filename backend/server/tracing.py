@@ -4,6 +4,7 @@ The phases are contiguous, so their durations add up to the request's duration:
 
     engine.request      [received .................................................... ended]
       engine.tokenize   [received, submitted]
+      engine.kv_load    before engine.queue, only if blocks of another engine are loaded
       engine.queue                [submitted, scheduled]
       engine.prefill                        [scheduled, first token]
       engine.decode                                   [first token, last token]
@@ -42,6 +43,7 @@ class EnginePhaseTimings:
     """Times at which a request entered each phase, in nanoseconds since the epoch. 0: the phase was not reached."""
 
     received_ns: int
+    loading_ns: int
     submitted_ns: int
     scheduled_ns: int
     first_token_ns: int
@@ -56,6 +58,7 @@ class RequestTrace:
     timings: EnginePhaseTimings
     headers: Mapping[str, str]  # of the HTTP request; `traceparent` names the parent span
     attributes: Attributes  # attributes of the span engine.request
+    loading: Attributes
     prefill: Attributes
     decode: Attributes
     error: str | None = None
@@ -90,7 +93,12 @@ class Tracer:
         status = Status(StatusCode.ERROR, record.error) if record.error else UNSET
         own = {**record.attributes, **latencies}
         for name, start_ns, end_ns in phases(timings):
-            attributes = {"engine.prefill": record.prefill, "engine.decode": record.decode}.get(name, {})
+            of_phases = {
+                "engine.kv_load": record.loading,
+                "engine.prefill": record.prefill,
+                "engine.decode": record.decode,
+            }
+            attributes = of_phases.get(name, {})
             self._end(name, self._context(root.trace_id), root, SpanKind.INTERNAL, attributes, start_ns, end_ns)
         self._end(
             "engine.request",
@@ -161,6 +169,7 @@ def phases(timings: EnginePhaseTimings) -> list[tuple[str, int, int]]:
     """
     starts = [("engine.tokenize", timings.received_ns)]
     for name, reached_ns in (
+        ("engine.kv_load", timings.loading_ns),
         ("engine.queue", timings.submitted_ns),
         ("engine.prefill", timings.scheduled_ns),
         ("engine.decode", timings.first_token_ns),

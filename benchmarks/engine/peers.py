@@ -89,10 +89,11 @@ def servable(shape: str, directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def ours(folder: Path, model: Path, threads: int) -> Iterator[str]:
+def ours(folder: Path, model: Path, threads: int, *options: str) -> Iterator[str]:
     command = [sys.executable, "-m", "backend", "--model", str(model), "--served-model-name", "m", "--port", "0"]
     command.append("--wait-for-kernels")
     command += ["--dtype", "bfloat16", "--num-threads", str(threads), "--max-model-len", str(CONTEXT_TOKENS)]
+    command += options
     with running(command, folder, r"engine ready on (\S+) model") as url:
         yield url
 

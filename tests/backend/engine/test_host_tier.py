@@ -99,7 +99,7 @@ def test_queued_copies_have_no_checksums(load: Callable[..., Engine], monkeypatc
 
 def hashes_of(engine: Engine, prompt: list[int]) -> list[bytes]:
     request = Request("h", prompt, SamplingParams(max_tokens=1))
-    return engine.scheduler._usable_hashes(request)
+    return engine.scheduler.usable_hashes(request)
 
 
 def test_without_the_tier_nothing_is_restored(load: Callable[..., Engine]) -> None:
