@@ -128,6 +128,7 @@ class Fleet:
             # A policy that separates deployments leaves the common traffic to the first group.
             traffic = estimates[0].traffic if estimates[0].traffic not in shared else FleetTraffic()
             shared.add(traffic)
+            traffic.queued.clear()  # of models that the policy may not have any more
             for estimate in estimates:
                 estimate.traffic = traffic
 
@@ -146,6 +147,14 @@ class Fleet:
         if known.config != deployment:
             known.configure(deployment, self._make_provider(deployment))
         return known
+
+    def note_queued(self, model: Model, calls: int) -> None:
+        """So many calls for the model wait in the queue."""
+        for deployment in self.deployments_of(model)[:1]:  # all have the same traffic
+            queued = deployment.estimate.traffic.queued
+            queued[model.name] = calls
+            if not calls:
+                del queued[model.name]
 
     def with_slots_for(self, model: Model) -> Sequence[DeploymentState]:
         """The deployments whose slots a call for the model may wait for: the model's, or, without any, a fallback's."""

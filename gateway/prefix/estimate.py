@@ -9,7 +9,7 @@
     queued_work              what it takes to compute these (`prefill_speed.py` says what work is)
     eviction_loss            work to compute again what a prompt evicts and other calls will need
     prefill_tokens_per_second  the learned speed (`prefill_speed.py`)
-    utilisation              share of the time in which prompts were computed, over the last `UTILISATION_SECONDS`
+    busy_time                share of the time in which prompts were computed, and how many waited (`busy_time.py`)
 
 Token counts are in fingerprint tokens (text bytes / 4), unless a name says engine tokens. `tokens_scale` is the learned
 factor between the two: engine tokens per fingerprint token. Learned values are exponential averages; the `*_WEIGHT`
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gateway.prefix.busy_time import BusyTime
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.cache_runs import CachePrediction, shared_blocks
 from gateway.prefix.decode_speed import DecodeSpeed
@@ -34,7 +35,6 @@ from gateway.prefix.prefill_share import PrefillShare
 from gateway.prefix.prefill_speed import PrefillSpeed
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
-UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
 MEAN_WEIGHT = 0.05  # of the newest prompt, in the means of lengths and work
 OVERDUE_SHARE = 0.5  # of the time that a prompt has taken longer than predicted: how long it will still take
@@ -85,8 +85,7 @@ class Estimate:
         self._prefill_share = PrefillShare()
         self._peers_seen_at = -math.inf  # until when peers had calls in flight
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
-        self._busy_share = 0.0  # of the time until `_busy_share_at`
-        self._busy_share_at = 0.0
+        self._busy_time = BusyTime()
         self._in_flight_seconds = 0.0  # the integral of `in_flight` until `_in_flight_changed_at`
         self._in_flight_changed_at = 0.0
         self._prefilled_seconds = 0.0  # spent on prompts so far, by the learned speed
@@ -104,20 +103,19 @@ class Estimate:
         """The learned speed; the policy's guess until something was measured."""
         return self.speed.tokens_per_second
 
-    def utilisation(self, now: float) -> float:
-        """The share of the last `UTILISATION_SECONDS` in which prompts were computed, 0 to 1."""
+    def busy_time(self, now: float) -> BusyTime:
+        """How busy the deployment is with prompts, up to now."""
         if now >= self._unstreamed_due:
             self._finish_unstreamed(now)
-        self._note_utilisation(now)
-        return self._busy_share
+        self._note_busy_time(now)
+        return self._busy_time
 
-    def _note_utilisation(self, now: float) -> None:
+    def _note_busy_time(self, now: float) -> None:
         """Call it before the prompts that are queued here change."""
-        kept = math.exp((self._busy_share_at - now) / UTILISATION_SECONDS)
-        self._busy_share_at = now
-        self._busy_share *= kept
-        if self._prefills or self.peers.queued_tokens:
-            self._busy_share += 1 - kept
+        prompts: float = len(self._prefills)
+        if self.peers.queued_tokens:  # the number of their prompts is not known
+            prompts += max(1.0, self.peers.queued_tokens / max(self.mean_work, BLOCK_TOKENS))
+        self._busy_time.note(now, prompts)
 
     def pace(self, now: float) -> float:
         """How often calls arrive now, compared with their mean: below 1 after a pause that is long for this deployment.
@@ -230,8 +228,8 @@ class Estimate:
         self.note_use(chain, prediction)
         cache.add(chain, prediction)
         self._note_in_flight(now)
+        self._note_busy_time(now)
         if not prefills:
-            self._note_utilisation(now)
             self._prefilling_since = now
         self.speed.sent(now, usable=streams, shared=self.peers.queued_tokens > 0)
         uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
@@ -340,14 +338,14 @@ class Estimate:
     def _finish_unstreamed(self, now: float) -> None:
         """Calls that do not stream: count those prompts as computed that are predicted to be."""
         for prompt in [prompt for prompt in self._prefills if prompt.prefilled_by <= now]:
-            self._finish_prefill(prompt, max(prompt.prefilled_by, self._busy_share_at))
+            self._finish_prefill(prompt, max(prompt.prefilled_by, self._busy_time.noted_at))
             self.speed.spoil()
             if not self._prefills:
                 self.speed.idle()
         self._unstreamed_due = min([prompt.prefilled_by for prompt in self._prefills], default=math.inf)
 
     def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
-        self._note_utilisation(now)
+        self._note_busy_time(now)
         del self._prefills[prompt]
         if not self._prefills:
             self._uncached_max = 0
@@ -460,7 +458,7 @@ class Estimate:
 
     def set_peer_load(self, peer_load: PeerLoad, now: float) -> None:
         """Set what the peers have in flight here now."""
-        self._note_utilisation(now)
+        self._note_busy_time(now)
         if self.peers.in_flight or self.peers.queued_tokens:
             self._peers_seen_at = now
         self.peers = peer_load

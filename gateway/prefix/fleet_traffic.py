@@ -32,6 +32,7 @@ class FleetTraffic:
         self.reuse = ReuseCurve()
         self.popularity = Popularity()
         self.holders: Holders[Estimate] = Holders()
+        self.queued: dict[str, int] = {}  # calls in the gateway's queue, by model
         # By deployments: when it was computed, the pressure, and the work.
         self._pressures: dict[tuple[Estimate, ...], tuple[float, float, float]] = {}
         self._by_name: dict[tuple[Estimate, ...], list[Estimate]] = {}
@@ -56,17 +57,21 @@ class FleetTraffic:
     def pressure(self, estimates: tuple[Estimate, ...], now: float) -> tuple[float, float]:
         """By how many seconds a second of computation delays other calls, and the mean work for a prompt.
 
-        The pressure is utilisation / (1 - utilisation), over these deployments. It is computed ten times a second,
-        because it changes slowly, and so is the pressure of each deployment alone.
+        The pressure is utilisation / (1 - utilisation), over these deployments, but at most the number of calls that
+        wait while one of them computes. A conversation whose calls follow each other keeps a deployment busy, and
+        delays no other call. It is computed ten times a second, because it changes slowly, and so is the pressure of
+        each deployment alone.
         """
         at, pressure, work = self._pressures.get(estimates, (-math.inf, 0.0, 0.0))
         if not 0 <= now - at < PRESSURE_VALID_SECONDS:
             count = len(estimates)
-            utilisation = 0.0
+            busy, waiting = 0.0, float(sum(self.queued.values()))
             for estimate in estimates:
-                estimate.pressure = _pressure(one := estimate.utilisation(now)) * estimate.pace(now)
-                utilisation += one
-            pressure = _pressure(utilisation / count)
+                busy_time = estimate.busy_time(now)
+                estimate.pressure = _pressure(busy_time.share) * estimate.pace(now)
+                busy += busy_time.share
+                waiting += busy_time.mean_waiting
+            pressure = min(_pressure(busy / count), waiting / busy) if busy else 0.0
             work = sum(estimate.mean_work for estimate in estimates) / count
             if len(self._pressures) >= SETS_MAX:
                 self._pressures.clear()

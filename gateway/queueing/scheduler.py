@@ -73,6 +73,7 @@ class QueueScheduler(Generic[W]):
         self._queues: dict[Key, FairQueue[W]] = {}  # none of them empty
         self._credits: dict[Key, _ShareCredit] = {}  # of models with queued calls
         self.waiting = 0
+        self._waiting_by_model = Counter[str]()
         self.shed = Counter[str]()  # calls since the start, by class
         self.has_held_calls = False  # set by `grant_free_slots`: a call waits although a slot is free
         self.next_hold_end = math.inf  # set by it, too: when the first of these has been held for as long as it may be
@@ -157,7 +158,7 @@ class QueueScheduler(Generic[W]):
         if limits.min_share or key in self._credits:
             self._credits.setdefault(key, _ShareCredit()).share = limits.min_share
         queue.add(waiter, known.started if known is not None else None, now)
-        self.waiting += 1
+        self._count(call.model, 1)
         if len(queue) > limits.max_queue:
             why = f"{limits.max_queue} {call.class_name} calls are already queued for {call.model.name}"
             self._shed(queue, now, why)
@@ -190,13 +191,21 @@ class QueueScheduler(Generic[W]):
         queue = self._queues.get(key)
         if queue is None:
             return
-        self.waiting -= len(queue)
+        before = len(queue)
         queue.remove(waiter)
-        self.waiting += len(queue)
+        self._count(waiter.call.model, len(queue) - before)
         if not queue:
             del self._queues[key]
             if self._credits and not any(model == key[2] for _, _, model in self._queues):
                 self._credits = {each: credit for each, credit in self._credits.items() if each[2] != key[2]}
+
+    def _count(self, model: Model, change: int) -> None:
+        """So many calls more are queued. The router considers how many calls wait."""
+        self.waiting += change
+        self._waiting_by_model[model.name] += change
+        self._fleet.note_queued(model, self._waiting_by_model[model.name])
+        if not self._waiting_by_model[model.name]:
+            del self._waiting_by_model[model.name]
 
     def is_overloaded(self, call: QueueableCall) -> bool:
         """Return whether a call in this call's queue has timed out since the queue was last empty."""

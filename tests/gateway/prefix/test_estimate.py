@@ -76,14 +76,32 @@ def test_without_reports_only_unknown_prompts_teach_the_rate() -> None:
         assert (estimate.prefill_tokens_per_second != before) == learns
 
 
-def test_utilisation_is_the_share_of_busy_time() -> None:
+def test_busy_time_is_the_time_in_which_prompts_are_computed() -> None:
     estimate = make_estimate()
     for start in range(200):
         sent = estimate.begin((), 100, float(start))
         estimate.first_chunk(sent, start + 0.25)
         estimate.end(sent, start + 0.75)
-    assert estimate.utilisation(200.0) == pytest.approx(0.25, abs=0.02)
-    assert estimate.utilisation(300.0) < 0.01
+    assert estimate.busy_time(200.0).share == pytest.approx(0.25, abs=0.02)
+    assert estimate.busy_time(300.0).share < 0.01
+
+
+def test_prompts_that_wait_until_others_are_computed_are_counted() -> None:
+    estimate = make_estimate()
+    for start in range(200):  # one waits half of the time, and another one a quarter of the time
+        for after, sent in [(0.25 * number, estimate.begin((), 100, float(start))) for number in (1, 2, 3)]:
+            estimate.first_chunk(sent, start + after)
+            estimate.end(sent, start + 0.75)
+    assert estimate.busy_time(200.0).mean_waiting == pytest.approx(0.75, abs=0.05)
+
+
+def test_the_prompts_of_peers_wait_too() -> None:
+    """Their number is guessed by their tokens."""
+    estimate = make_estimate()
+    for _ in range(100):
+        estimate.first_chunk(estimate.begin((), 1000, 0.0), 0.0)
+    estimate.set_peer_load(PeerLoad(3, round(3 * estimate.mean_work)), 0.0)
+    assert estimate.busy_time(200.0).mean_waiting == pytest.approx(2, abs=0.01)
 
 
 def test_queued_tokens_decrease_with_time() -> None:
@@ -281,12 +299,12 @@ def test_a_call_that_does_not_stream_is_queued_only_while_its_prompt_is_computed
     assert estimate.in_flight == 1
 
 
-def test_utilisation_counts_only_the_prompts_of_calls_that_do_not_stream() -> None:
+def test_busy_time_counts_only_the_prompts_of_calls_that_do_not_stream() -> None:
     estimate = make_estimate()
     for start in range(200):
         sent = estimate.begin((), 250, float(start), streams=False)
         estimate.end(sent, start + 0.99)
-    assert estimate.utilisation(200.0) == pytest.approx(0.25, abs=0.03)
+    assert estimate.busy_time(200.0).share == pytest.approx(0.25, abs=0.03)
 
 
 def test_calls_that_do_not_stream_teach_how_long_prompts_are_computed() -> None:

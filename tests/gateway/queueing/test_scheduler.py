@@ -238,6 +238,20 @@ def test_batch_goes_depth_first_within_a_tenant_and_tenants_alternate() -> None:
     ]
 
 
+def test_the_router_knows_how_many_calls_of_a_model_wait() -> None:
+    pool = Pool(classes=BATCH)
+    waiters = [pool.join(pool.call(class_name=name)) for name in ("realtime", "realtime", "batch")]
+    pool.join(pool.call(model=1))
+    traffic = [pool.fleet.deployments_of(model)[0].estimate.traffic for model in pool.policy.models]
+    assert [one.queued for one in traffic] == [{"m": 3}, {"n": 1}]
+    pool.next()
+    for _ in range(2):  # the second time, it is not queued any more
+        pool.scheduler.remove(waiters[1])
+    assert traffic[0].queued == {"m": 1}
+    pool.drain()
+    assert traffic[0].queued == {}
+
+
 def test_a_full_queue_sheds_a_call_of_the_tenant_with_the_most() -> None:
     pool = Pool(classes={"realtime": {"max_queue": 4}})
     from_many = [pool.join(pool.call("many"), now=float(n)) for n in range(4)]

@@ -63,7 +63,7 @@ def test_enough_queued_work_outweighs_a_cached_prefix() -> None:
 
 
 def test_a_busy_deployment_computes_only_what_saves_much() -> None:
-    """A second of computation delays the calls behind it by as much as the deployment is busy."""
+    """A second of computation delays the calls behind it: as many as usually wait."""
     a, b = make_deployments()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
@@ -73,12 +73,44 @@ def test_a_busy_deployment_computes_only_what_saves_much() -> None:
     idle_b.send(queued, now=0.0)
     assert PrefixAffinity().order(call, [idle_a, idle_b], now=0.0)[0].deployment is idle_a
     for deployment in (a, b):
-        for _ in range(10):
-            sent = deployment.send(busy, now=0.0)
+        for sent in [deployment.send(busy, now=0.0) for _ in range(10)]:
             sent.first_chunk(100.0)
             sent.end(100.0)
     b.send(queued, now=100.0)
     assert PrefixAffinity().order(call, [a, b], now=100.0)[0].deployment is b
+
+
+def test_a_deployment_is_not_avoided_because_one_conversation_keeps_it_busy() -> None:
+    """No call has waited there, so a prompt that is computed there delays none."""
+    a, b = make_deployments()
+    call = a_call(LONG)
+    b.cache.add(call.fingerprint[:-8])
+    for start in range(100):
+        sent = b.send(prompt_of(1000), now=float(start))
+        sent.first_chunk(start + 1.0)
+        sent.end(start + 1.0)
+    for deployment in (a, b):
+        assert deployment.estimate.busy_time(100.0).mean_waiting == 0
+    assert PrefixAffinity().order(call, [a, b], now=100.0)[0].deployment is b
+
+
+def test_calls_in_the_queue_are_delayed_too() -> None:
+    fleet = Fleet(lambda deployment: OfflineProvider())
+    fleet.apply(policy := a_policy())
+    model, (a, b) = policy.models[0], fleet
+    for deployment in (a, b):
+        sent = deployment.send(prompt_of(1000), now=0.0)
+        sent.first_chunk(100.0)
+        sent.end(100.0)
+    estimates = (a.estimate, b.estimate)
+    traffic = a.estimate.traffic
+    assert traffic.pressure(estimates, now=100.0)[0] == 0
+    fleet.note_queued(model, 6)
+    assert traffic.pressure(estimates, now=101.0)[0] == pytest.approx(3, rel=0.1)
+    fleet.note_queued(model, 1000)
+    assert traffic.pressure(estimates, now=102.0)[0] < 10, "as in a queue of random arrivals, at most"
+    fleet.apply(policy)
+    assert traffic.pressure(estimates, now=103.0)[0] == 0, "a reload may have removed the model"
 
 
 def test_a_prompt_delays_fewer_calls_at_a_deployment_that_was_idle() -> None:
@@ -94,15 +126,11 @@ def test_a_prompt_delays_fewer_calls_at_a_deployment_that_was_idle() -> None:
 
 def test_a_deployment_that_was_busy_counts_as_idle_after_a_pause_that_is_long_for_it() -> None:
     a, b = make_deployments()
-    for start in range(20):  # both are busy half of the time
-        for deployment in (a, b):
-            sent = deployment.send(prompt_of(1000), now=float(start))
-            sent.first_chunk(start + 0.5)
-            sent.end(start + 0.5)
-    for start in range(20, 30):
-        sent = a.send(prompt_of(1000), now=float(start))
-        sent.first_chunk(start + 0.5)
-        sent.end(start + 0.5)
+    for start in range(30):  # both are busy half of the time, and one of two prompts waits
+        for deployment in (a, b) if start < 20 else (a,):
+            for sent in [deployment.send(prompt_of(500), now=float(start)) for _ in range(2)]:
+                sent.first_chunk(start + 0.5)
+                sent.end(start + 0.5)
     idle, busy = PrefixAffinity().order(prompt_of(4000), [a, b], now=30.0)
     assert idle.deployment is b
     assert busy.cost_seconds > 1.5 * idle.cost_seconds

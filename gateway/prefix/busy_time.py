@@ -1,0 +1,30 @@
+"""How busy one deployment is with prompts: how much of the time it computes some, and how many others wait meanwhile.
+
+Both are averages over the last `MEAN_SECONDS`, and older times count less.
+"""
+
+from __future__ import annotations
+
+import math
+
+MEAN_SECONDS = 20.0
+
+
+class BusyTime:
+    """The averages of one deployment. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self.share = 0.0  # of the time in which prompts were computed, 0 to 1
+        self.mean_waiting = 0.0  # prompts that waited until others were computed
+        self.noted_at = 0.0
+
+    def note(self, now: float, prompts: float) -> None:
+        """So many prompts have been computed or have waited since the last call, which may not be a whole number."""
+        kept = math.exp((self.noted_at - now) / MEAN_SECONDS)
+        self.noted_at = now
+        self.share *= kept
+        self.mean_waiting *= kept
+        if prompts:
+            self.share += 1 - kept
+            if prompts > 1:
+                self.mean_waiting += (1 - kept) * (prompts - 1)
