@@ -115,6 +115,7 @@ class Call(msgspec.Struct, frozen=True):
     session: str | None = None  # the conversation's name as the client gave it; salted per tenant
     hints: frozenset[str] = frozenset()  # advisory fields, dropped for deployments that do not support them
     cache_slot: int | None = None  # llama.cpp slot that the router chose; None for other dialects
+    block_source: str | None = None  # base URL of an engine that has the prompt's beginning, chosen by the router
     media: PromptMedia | None = None  # None if the prompt has text only
     passed: PassedRequest | None = None  # set if the operation is `PASSED`
     wildcard: str = ""  # what the `*` in the model's name stands for
@@ -191,9 +192,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Tokens consumed, in buckets that do not overlap.
 
     Parts of a bucket: `reasoning` and `audio_output` of `output`, `audio_input` of `input_uncached`, `cache_write_1h`
-    of `cache_write` (what the vendor caches for an hour instead of minutes), `remainder` of `output` (tokens that only
-    the vendor's total contains). `units` are things that are not tokens, as searches, in thousandths. `exact` is True
-    only if the engine that did the work counted; everything else is an estimate.
+    of `cache_write` (cached for an hour instead of minutes), `remainder` of `output` (only the vendor's total has it).
+    `units` are no tokens, but searches for example, in thousandths. `exact`: the engine that did the work has counted.
     """
 
     input_uncached: int = 0
@@ -239,8 +239,7 @@ class PhaseTimings:
     def between(self, phase: str, later: str) -> int:
         """Nanoseconds from the start of one phase to the start of a later one; 0 if either was not entered."""
         at = dict(self.phases)
-        lasted = at[later] - at[phase] if phase in at and later in at else 0
-        return lasted if lasted > 0 else 0
+        return max(0, at[later] - at[phase]) if phase in at and later in at else 0
 
     def end(self) -> None:
         self.ended_ns = self.now_ns()
@@ -273,6 +272,7 @@ class Attempt(msgspec.Struct, frozen=True):
     predicted_cached_tokens: int = 0
     continues: bool = False  # resumes the answer of the attempt that was cut before it
     unbilled: Usage | None = None  # of a cancelled hedge attempt, or of one whose cut stream another one resumed
+    blocks_from: str | None = None  # deployment from which it loaded the beginning of the prompt
 
 
 class UnbilledTokens(msgspec.Struct, frozen=True):

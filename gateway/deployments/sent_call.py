@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gateway.prefix.conversation import Conversation
 from gateway.prefix.events.block_index import FinishedCall
-from gateway.prefix.fingerprint import text_bytes_of
+from gateway.prefix.fingerprint import BLOCK_TOKENS, text_bytes_of
 from gateway.prefix.in_flight import InFlightPrompt
 from gateway.prefix.working_set import RoutedPrompt, WorkingSet
 
@@ -19,7 +19,9 @@ class SentCall:
 
     __slots__ = (
         "_conversation",
+        "_matched",
         "_working_set",
+        "blocks_from",
         "cache_slot",
         "deployment",
         "may_be_held",
@@ -43,9 +45,10 @@ class SentCall:
         self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.occupy()
         self.session = call.session
         self.may_be_held = call.may_be_held
+        self.blocks_from: str | None = None  # the deployment from which it loads the beginning of the prompt
         self.unsent = False  # no byte of the request has been sent yet (`gateway.providers.request_progress`)
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
-        matched = prompt.prediction.matched
+        self._matched = matched = prompt.prediction.matched
         # Computed now, because an equal prompt may finish first and change the calibration.
         self.predicted_cached_tokens = deployment.token_calibration.predict_cached_tokens(
             prompt.chain, matched, prompt.prompt_tokens
@@ -58,6 +61,13 @@ class SentCall:
         """The tenant, if the call belongs to a conversation of the working set; else empty."""
         return "" if self._conversation is None else self._conversation.tenant
 
+    def expect_loaded(self, source: DeploymentState, matched: int) -> None:
+        """The deployment will load the prompt's first `matched` blocks from `source`, as far as it lacks them."""
+        prompt, calibration = self.prompt, source.token_calibration  # which knows the prompt
+        self.blocks_from, self._matched = source.name, matched
+        self.predicted_cached_tokens = calibration.predict_cached_tokens(prompt.chain, matched, prompt.prompt_tokens)
+        self.deployment.estimate.expect_cached(prompt, matched * BLOCK_TOKENS)
+
     def first_chunk(self, now: float) -> None:
         """The first chunk arrived: the prompt has been computed."""
         self.deployment.estimate.first_chunk(self.prompt, now)
@@ -65,8 +75,10 @@ class SentCall:
     def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
         """The response reported how many tokens of its prompt were cached.
 
-        Both counts are in the engine's own tokens.
+        Both counts are in the engine's own tokens. Loaded tokens are among them, and tell nothing about the cache.
         """
+        if self.blocks_from is not None:
+            return
         blocks = self.deployment.blocks
         evictions_reported = blocks is not None and blocks.reports_all_evictions
         self.deployment.estimate.learn_cached(
@@ -75,7 +87,7 @@ class SentCall:
 
     def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """Learn the engine's token counts from the response's usage, and attribute KV blocks to the call."""
-        chain, matched, estimated_tokens = self.prompt.chain, self.prompt.prediction.matched, self.prompt.prompt_tokens
+        chain, matched, estimated_tokens = self.prompt.chain, self._matched, self.prompt.prompt_tokens
         self.deployment.token_calibration.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
         if self.deployment.blocks is not None:
             text_bytes = text_bytes_of(chain, estimated_tokens)

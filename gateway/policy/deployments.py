@@ -220,6 +220,12 @@ class Deployment(Frozen):
         pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+)$",
         description="Where it replays missed KV events: its replay_endpoint.",
     )
+    kv_transfer_tokens_per_second: Count | None = Field(
+        None,
+        description="warmpath: how many tokens' keys and values its network carries per second, if the engine runs "
+        "with `--kv-transfer` and `--kv-transfer-peers`. It then loads the beginning of a prompt from another such "
+        "deployment of the model that has it cached, if that is predicted to take less time than to compute it.",
+    )
     metrics: bool | Annotated[str, Field(pattern=r"^https?://")] = Field(
         False,
         description="Whether to read its load from /metrics, beside /v1; or the URL to read it from. The metric "
@@ -295,6 +301,17 @@ class Deployment(Frozen):
     def _has_records(self) -> Deployment:
         if self.on_disconnect.bill == "record" and self.provider != "warmpath":
             raise ValueError(f"on_disconnect.bill: the provider {self.provider} keeps no usage records; only warmpath")
+        return self
+
+    @model_validator(mode="after")
+    def _transfers_blocks(self) -> Deployment:
+        if self.kv_transfer_tokens_per_second is None:
+            return self
+        field = "kv_transfer_tokens_per_second"
+        if self.provider != "warmpath":
+            raise ValueError(f"{field}: the provider {self.provider} has no such transfers; only warmpath has")
+        if not self.base_url.startswith("http://"):
+            raise ValueError(f"{field}: base_url must begin with http://, since engines transfer blocks without TLS")
         return self
 
     @model_validator(mode="after")

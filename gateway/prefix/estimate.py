@@ -278,6 +278,21 @@ class Estimate:
         self.traffic.reuse.note_call(len(chain), prediction.reused)
         self.traffic.note_call(chain, self)
 
+    def expect_cached(self, prompt: InFlightPrompt, cached_tokens: int) -> None:
+        """So many tokens of a prompt that was just sent will be loaded from another deployment, if it lacks them.
+
+        The time of its prefill then includes the transfer, and tells nothing about the speed.
+        """
+        uncached_tokens = max(0, prompt.prompt_tokens - cached_tokens)
+        if uncached_tokens < prompt.uncached_tokens:
+            work = self.speed.work(prompt.prompt_tokens - uncached_tokens, prompt.prompt_tokens)
+            self.prefill_tokens_queued += uncached_tokens - prompt.uncached_tokens
+            self._work_queued += work - prompt.work
+            prompt.uncached_tokens, prompt.work = uncached_tokens, work
+            self._note_standing()
+        self.speed.spoil()
+        self._alone = None
+
     def first_chunk(self, prompt: InFlightPrompt, now: float) -> None:
         """The prompt has been computed. Without streaming, the time of its prefill remains unknown."""
         if prompt not in self._prefills:

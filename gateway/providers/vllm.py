@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -48,6 +49,14 @@ _tokenized = msgspec.json.Decoder(_Tokenized).decode
 @lru_cache(maxsize=10_000)  # each tenant has one salt
 def _encoded(text: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(text))
+
+
+@lru_cache(maxsize=1_000)
+def _transfer_params(base_url: str) -> msgspec.Raw:
+    """vLLM's form of a request to load the prompt's keys and values from another engine."""
+    url = urlsplit(base_url)
+    params = {"do_remote_prefill": True, "remote_host": url.hostname, "remote_port": url.port or 80}
+    return msgspec.Raw(_encode(params))
 
 
 class VLLM(OpenAI):
@@ -204,6 +213,8 @@ class Warmpath(VLLM):
             if call.cache_salt:
                 fields["cache_salt"] = _encoded(call.cache_salt)
             fields["priority"] = self._priority(call)
+        if call.block_source is not None:
+            fields["kv_transfer_params"] = _transfer_params(call.block_source)
         if "verbosity" in call.hints:
             fields.pop("verbosity", None)
         if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:

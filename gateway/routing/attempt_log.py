@@ -85,7 +85,14 @@ class AttemptLog:
             self.lost_hedges.append(sent.deployment)
         self.done.append(
             Attempt(
-                sent.deployment.name, outcome, started_ns, self.now_ns(), span_id, status, sent.predicted_cached_tokens
+                sent.deployment.name,
+                outcome,
+                started_ns,
+                self.now_ns(),
+                span_id,
+                status,
+                sent.predicted_cached_tokens,
+                blocks_from=sent.blocks_from,
             )
         )
 
@@ -106,7 +113,7 @@ class AttemptLog:
         if last.outcome == "ok":
             self.done[-1] = Attempt(
                 last.deployment, outcome, last.started_ns, self.now_ns(), last.span_id, last.status,
-                last.predicted_cached_tokens, last.continues,
+                last.predicted_cached_tokens, last.continues, blocks_from=last.blocks_from,
             )  # fmt: skip
 
     def mark_continues(self, cut: int, received: Usage) -> None:

@@ -128,8 +128,8 @@ class _Attempt:
     """One attempt: sends its request, and records what its outcome says about the deployment and the request."""
 
     __slots__ = (
-        "_attempts", "_call", "_computing_before", "_deployment", "_span_id", "_started", "_started_ns", "_was_probe",
-        "failure", "outcome", "sent",
+        "_attempts", "_block_source", "_call", "_computing_before", "_deployment", "_span_id", "_started",
+        "_started_ns", "_was_probe", "failure", "outcome", "sent",
     )  # fmt: skip
 
     def __init__(self, call: Call, candidate: Candidate, attempts: AttemptLog, started: float) -> None:
@@ -146,6 +146,9 @@ class _Attempt:
         deployment.breaker.admit(started)
         deployment.last_contact_at = started
         self.sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
+        self._block_source = source = candidate.block_source
+        if source is not None and source.prediction is not None:
+            self.sent.expect_loaded(source.deployment, source.prediction.matched)
         attempts.newest = self.sent
         self.outcome = GIVEN_UP
         self.failure: ProviderFailure | None = None
@@ -154,6 +157,8 @@ class _Attempt:
         """Send the request when awaited. The response comes when its head has arrived. Raises `ProviderFailure`."""
         if self.sent.cache_slot is not None:
             request = msgspec.structs.replace(request, cache_slot=self.sent.cache_slot)
+        if self._block_source is not None:
+            request = msgspec.structs.replace(request, block_source=self._block_source.deployment.config.base_url)
         headers = self._attempts.headers(self._span_id)
         if request.large:
             return self._send_large(request, headers, wait)

@@ -28,12 +28,15 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_flight: int
     ttft_seconds: float = 0.0  # predicted time to the first chunk; 0 if the strategy does not predict it
     prediction: CachePrediction | None = None  # of the deployment's cache; None if the strategy does not predict it
+    block_source: Candidate | None = None  # from which it loads the beginning of the prompt (`block_source.py`)
 
     @property
     def reason(self) -> str:
         """The candidate in words, for spans, the dashboard and `warmpath explain`."""
+        source = self.block_source
+        loaded = "" if source is None else f" ({source.matched_tokens} at {source.deployment.name}, to be loaded)"
         return (
-            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens predicted in cache, "
+            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens predicted in cache{loaded}, "
             f"{self.queued_tokens:.0f} tokens queued ahead, "
             f"{self.in_flight} of {self.deployment.slots} slots in use"
         )

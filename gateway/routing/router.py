@@ -44,6 +44,7 @@ from gateway.routing.attempt_log import NOT_SENT, OUT_OF_TIME, TOO_SLOW, Attempt
 from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
 from gateway.routing.base import Candidate, ServingStrategy
 from gateway.routing.blame import BACKOFF_STATUSES, raise_if_quarantined, review_errors
+from gateway.routing.block_source import with_block_source
 from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
 from gateway.routing.resuming import ResumedStream, can_continue, may_resume
@@ -272,6 +273,7 @@ class Router:
             attempt_deadline = deadline
             if call.stream and len(attempts.done) < MAX_ATTEMPTS - 1 and _others_may_answer(candidates, candidate, now):
                 attempt_deadline = now + TTFT_SHARE * (deadline - now)
+            candidate = with_block_source(call, candidate, candidates, now)
             if hedge_after_seconds is None:
                 upstream = await self._runner.run(call, candidate, attempt_deadline, attempts, floor)
             else:

@@ -93,6 +93,7 @@ class Metrics:
         self._unpriced = self._counter(request_metrics.UNPRICED)
         self._registry.register(self._tenants)
         self._attempts = self._counter(request_metrics.ATTEMPTS)
+        self._block_loads = self._counter(request_metrics.BLOCK_LOADS)
         self._lost_tokens = self._counter(request_metrics.LOST_TOKENS)
         self._cache = self._counter(request_metrics.CACHE)
         self._prefix_predicted = self._counter(request_metrics.PREFIX_PREDICTED)
@@ -153,6 +154,8 @@ class Metrics:
             series.queue_wait.observe(times.queued / 1e9)
         for attempt in record.attempts:
             self._attempts.labels(attempt.deployment, _attempt_outcome(attempt)).total += 1
+            if attempt.blocks_from is not None:
+                self._block_loads.labels(attempt.deployment, attempt.blocks_from).total += 1
             if attempt.unbilled is not None and attempt.outcome == _HEDGE_LOST:
                 self._add_unbilled(attempt.deployment, attempt.unbilled)
         if call is not None:

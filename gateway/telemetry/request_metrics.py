@@ -68,6 +68,11 @@ COST = CounterDeclaration(
 )
 UNPRICED = CounterDeclaration("warmpath_unpriced_calls", "Billed calls without a known price.", "model")
 ATTEMPTS = CounterDeclaration("warmpath_upstream_attempts", "Attempts on deployments by outcome.", "deployment outcome")
+BLOCK_LOADS = CounterDeclaration(
+    "warmpath_block_loads",
+    "Attempts that were to load the beginning of their prompt from another deployment, the source.",
+    "deployment source",
+)
 LOST_TOKENS = CounterDeclaration(
     "warmpath_hedge_lost_tokens",
     "Tokens of cancelled hedge attempts, which are not billed. Counted by the deployments' own records. If "

@@ -99,6 +99,8 @@ class SpanBuilder:
             for attempt, constant in zip(record.attempts, shape.attempts, strict=True):
                 started_ns = attempt.started_ns
                 own = _cached_attribute(int, names.WARMPATH_PREDICTED_CACHED_TOKENS, attempt.predicted_cached_tokens)
+                if attempt.blocks_from is not None:
+                    own += _cached_attribute(str, names.WARMPATH_BLOCKS_FROM, attempt.blocks_from)
                 ended_ns = max(started_ns, attempt.ended_ns)
                 spans.append(span(attempt.span_id.to_bytes(8), chat_id, started_ns, ended_ns, constant, own))
         for phase, constant, span_id in zip(phases, shape.phases, new_span_ids(len(phases)), strict=True):

@@ -51,7 +51,8 @@ cache: everything
         "Default of a template: http://{address}/v1.",
         "p.yaml:3:5: deployments.0.base_ur: unknown key 'base_ur'; known: added_prompt_tokens, api_key, base_url, "
         "cache_tokens, continuous_usage, default_max_tokens, defaults, headers, key_header, kv_events, "
-        "kv_events_replay, leave_out, max_concurrency, media, media_urls, metrics, model, name, native, on_disconnect, "
+        "kv_events_replay, kv_transfer_tokens_per_second, leave_out, max_concurrency, media, media_urls, metrics, "
+        "model, name, native, on_disconnect, "
         "overrides, plan, prefill_tokens_per_second, price, priorities, provider, proxy, query, region, slots, source, "
         "strict_done, system_prompt, tls; did you mean 'base_url'?",
         "p.yaml:4:5: deployments.0.model: must be text: put quotes around it",

@@ -35,6 +35,20 @@ def test_the_cache_salt_and_priority_are_the_gateway_s(operation: Operation) -> 
     assert rendered("warmpath", operation=operation) == {**vllm, "priority": 10}
 
 
+def test_the_bundled_engine_is_told_from_where_to_load_blocks() -> None:
+    def params(provider: str, source: str | None) -> Any:
+        deployment = Deployment(name="d", provider=provider, base_url="http://x/v1", model="m")
+        request = msgspec.structs.replace(call(FORGED), block_source=source)
+        body = make_provider(deployment, HTTPTransport(), resolve_nothing).render(request)
+        return msgspec.json.decode(body).get("kv_transfer_params")
+
+    expected = {"do_remote_prefill": True, "remote_host": "fd00::1", "remote_port": 8001}
+    assert params("warmpath", "http://[fd00::1]:8001/v1") == expected
+    assert params("warmpath", "http://engine-b/v1") == expected | {"remote_host": "engine-b", "remote_port": 80}
+    assert params("warmpath", None) is None
+    assert params("vllm", "http://engine-b/v1") is None
+
+
 def test_priorities_are_sent_on_the_scale_of_each_server() -> None:
     deployment = {"name": "d", "base_url": "http://x/v1", "model": "m", "priorities": True}
     for provider, priority in (("vllm", 10), ("sglang", -10), ("warmpath", 10)):

@@ -1,0 +1,172 @@
+"""From which deployment a prompt's beginning is loaded, and what its estimates then learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
+from gateway.policy import Deployment, Policy
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.providers.base import UpstreamResponse
+from gateway.providers.offline import OfflineProvider
+from gateway.routing.base import Candidate
+from gateway.routing.block_source import with_block_source
+from gateway.routing.prefix_affinity import PrefixAffinity
+from gateway.types import Call
+from tests.gateway.calls import a_call, a_policy, chat
+from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, deployment_named
+
+LONG = chat("All the world is a stage, and all the men and women merely players. " * 200)
+RATE = 20_000
+
+
+def policy(*names: str, **fields: Any) -> Policy:
+    """Deployments of one model that load blocks from each other."""
+    common = {"provider": "warmpath", "model": "served", "kv_transfer_tokens_per_second": RATE, **fields}
+    return a_policy(
+        deployments=[{"name": name, "base_url": f"http://{name}.invalid:8000/v1", **common} for name in names],
+        models=[{"name": "m", "deployments": list(names)}],
+    )
+
+
+def fleet_of(given: Policy) -> dict[str, DeploymentState]:
+    fleet = Fleet(lambda deployment: OfflineProvider())
+    fleet.apply(given)
+    return {deployment.name: deployment for deployment in fleet}
+
+
+def source_of(call: Call, target: str, deployments: dict[str, DeploymentState]) -> str | None:
+    """From where the target loads the beginning of the call's prompt."""
+    candidates = PrefixAffinity().order(call, list(deployments.values()), now=0.0)
+    (own,) = (one for one in candidates if one.deployment.name == target)
+    source = with_block_source(call, own, candidates, 0.0).block_source
+    return None if source is None else source.deployment.name
+
+
+def test_the_holder_of_the_longest_prefix_is_the_source() -> None:
+    given = policy("a", "b", "c")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    deployments["b"].cache.add(call.fingerprint)
+    deployments["c"].cache.add(call.fingerprint[:10])
+    assert source_of(call, "a", deployments) == "b"
+    assert source_of(call, "c", deployments) == "b"
+    assert source_of(call, "b", deployments) is None
+    assert source_of(a_call(chat("another prompt " * 500), given), "a", deployments) is None
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(2500, "b"), (1500, None)])
+def test_blocks_are_loaded_only_if_that_is_faster_than_to_compute_them(rate: int, expected: str | None) -> None:
+    """The policy's guess of the prefill speed is 2,000 tokens per second."""
+    given = policy("a", "b", kv_transfer_tokens_per_second=rate)
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    deployments["b"].cache.add(call.fingerprint)
+    assert source_of(call, "a", deployments) == expected
+
+
+def test_a_short_prefix_is_not_worth_a_connection() -> None:
+    given = policy("a", "b", prefill_tokens_per_second=10_000)
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    deployments["b"].cache.add(call.fingerprint[: 100 // BLOCK_TOKENS])
+    assert source_of(call, "a", deployments) is None
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [{"kv_transfer_tokens_per_second": None}, {"model": "another"}],
+    ids=["transfers no blocks", "another model"],
+)
+def test_other_deployments_are_no_source(unfit: dict[str, Any]) -> None:
+    given = policy("a", "b")
+    b = given.deployments[1].model_copy(update=unfit)
+    given = given.model_copy(update={"deployments": (given.deployments[0], b)})
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    deployments["b"].cache.add(call.fingerprint)
+    assert source_of(call, "a", deployments) is None
+
+
+def test_a_deployment_that_failed_or_still_computes_the_prefix_is_no_source() -> None:
+    given = policy("a", "b")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    sent = deployments["b"].send(call, 0.0)
+    assert source_of(call, "a", deployments) is None, "it is not computed yet"
+    sent.first_chunk(1.0)
+    assert source_of(call, "a", deployments) == "b"
+    deployments["b"].breaker.eject(0.0, 60.0)
+    assert source_of(call, "a", deployments) is None
+
+
+def test_what_is_loaded_is_neither_queued_work_nor_a_measurement() -> None:
+    given = policy("a", "b")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    a, matched = deployments["a"], len(call.fingerprint) - 2
+    speed = a.estimate.prefill_tokens_per_second
+    sent = a.send(call, 0.0)
+    sent.expect_loaded(deployments["b"], matched)
+    left = call.prompt_tokens_estimate - matched * BLOCK_TOKENS
+    assert a.estimate.prefill_tokens_queued == left
+    assert a.estimate.queued_work(0.0) == pytest.approx(left, rel=0.01)
+    assert sent.predicted_cached_tokens == pytest.approx(matched * BLOCK_TOKENS, rel=0.01)
+    sent.first_chunk(0.01)  # would be an incredible speed, if the prompt had been computed
+    sent.learn_cached(call.prompt_tokens_estimate, matched * BLOCK_TOKENS)
+    sent.learn_usage(call.id, call.prompt_tokens_estimate, matched * BLOCK_TOKENS, 5)
+    sent.end(0.02)
+    assert a.estimate.prefill_tokens_queued == 0
+    assert a.estimate.queued_work(1.0) == 0
+    assert a.estimate.prefill_tokens_per_second == speed
+    assert not a.estimate.reports_cached
+    assert a.cache.match(call.fingerprint) == len(call.fingerprint), "it is cached there, too"
+
+
+def test_the_reason_names_the_source() -> None:
+    given = policy("a", "b")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    deployments["b"].cache.add(call.fingerprint)
+    candidates: list[Candidate] = PrefixAffinity().order(call, list(deployments.values()), now=0.0)
+    (own,) = (one for one in candidates if one.deployment.name == "a")
+    tokens = len(call.fingerprint) * BLOCK_TOKENS
+    assert f"cache ({tokens} at b, to be loaded)" in with_block_source(call, own, candidates, 0.0).reason
+    assert "loaded" not in own.reason
+
+
+class Seen(Script):
+    """Remembers the calls that it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT, DONE)
+        self.calls: list[Call] = []
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+        self.calls.append(call)
+        return await super().open(call, headers=headers)
+
+
+async def test_the_request_names_the_source_and_the_log_keeps_it() -> None:
+    scripts = {"a": Seen(), "b": Seen()}
+    rig = Rig(policy("a", "b", max_concurrency=1), **scripts)
+    await rig.chunks(messages=LONG["messages"])
+    first = rig.attempts.done[-1]
+    assert first.blocks_from is None
+    holder = deployment_named(rig, first.deployment)
+    holder.slots_taken = holder.slots  # by calls of others
+    await rig.chunks(messages=LONG["messages"])
+    second = rig.attempts.done[-1]
+    assert second.deployment != first.deployment == second.blocks_from
+    calls = [call.block_source for name in (first.deployment, second.deployment) for call in scripts[name].calls]
+    assert calls == [None, f"http://{first.deployment}.invalid:8000/v1"]
+    assert second.predicted_cached_tokens > 0
+    holder.slots_taken = 0
+    assert rig.idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"provider": "vllm"}, "only warmpath has"), ({"base_url": "https://a.invalid/v1"}, "must begin with http://")],
+)
+def test_a_deployment_that_cannot_transfer_blocks_is_rejected(fields: dict[str, Any], message: str) -> None:
+    given = {"name": "a", "base_url": "http://a.invalid/v1", "provider": "warmpath", "model": "m"}
+    with pytest.raises(ValueError, match=message):
+        Deployment.model_validate({**given, "kv_transfer_tokens_per_second": "50k", **fields})
