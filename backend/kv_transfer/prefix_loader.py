@@ -34,6 +34,7 @@ from backend.kv_transfer.peers import Peer, PeerRule, is_allowed
 
 PATH = "/kv_blocks"
 LOADS_MAX = 4  # at once; further ones wait within their time limit
+PAUSE_SECONDS = 10.0  # after a peer was unreachable or silent, in which requests do not wait for it
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Outcome(enum.Enum):
     NOT_ALLOWED = "not_allowed"  # the peer is not one of those that the operator has named
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"  # no connection, or it broke
+    PAUSED = "paused"  # the peer was unreachable or silent a moment ago, so no request was sent
     REFUSED = "refused"  # the peer answered with an error
     OTHER_LAYOUT = "other_layout"  # the peer serves another model, or stores blocks in another form
     CORRUPT = "corrupt"  # a checksum did not match
@@ -130,6 +132,7 @@ class PrefixLoader:
         self._allowed = allowed
         self._seconds_max = seconds_max
         self._threads = ThreadPoolExecutor(LOADS_MAX, thread_name_prefix="kv load")
+        self._paused_until: dict[Peer, float] = {}  # in seconds of the event loop's clock
 
     def close(self) -> None:
         """Starts no further load. Does not wait for those that run."""
@@ -145,6 +148,10 @@ class PrefixLoader:
             transfer.outcome = Outcome.NOT_ALLOWED
             logger.warning("KV blocks are not loaded from %s: --kv-transfer-peers does not name it", peer)
             return transfer
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._paused_until.get(peer, 0.0):
+            transfer.outcome = Outcome.PAUSED
+            return transfer
         limit = max(0.0, min(seconds, self._seconds_max))
         connection = _Connection(peer, limit or self._seconds_max)
         try:
@@ -155,9 +162,19 @@ class PrefixLoader:
             transfer.outcome = Outcome.TIMEOUT
         finally:
             connection.stop()
+        if self._is_peers_fault(transfer, limit):
+            now = loop.time()
+            paused = {each: until for each, until in self._paused_until.items() if until > now}
+            self._paused_until = paused | {peer: now + PAUSE_SECONDS}
         result = replace(transfer)  # the counts of the other one may still grow, if the thread was given up
         request.num_transferred_tokens = result.num_blocks * self._layout.block_size
         return result
+
+    def _is_peers_fault(self, transfer: Transfer, limit: float) -> bool:
+        """Whether other requests would wait for the peer without success, too."""
+        if transfer.outcome is Outcome.TIMEOUT:
+            return not transfer.num_blocks and limit >= self._seconds_max
+        return transfer.outcome is Outcome.UNREACHABLE
 
     def _load(self, request: Request, transfer: Transfer, connection: _Connection) -> Outcome:
         """Runs on a thread, and adds to the counts of `transfer`. `load` may not wait for its result."""

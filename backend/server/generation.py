@@ -102,6 +102,8 @@ class Generation:
     async def _load_blocks(self, source: Peer, transfer: KvTransfer, loader: PrefixLoader) -> None:
         """Loads the blocks of all prompts that are not cached. The choices of a prompt share its blocks."""
         self._loading_ns = time.time_ns()
+        # Replaced when the block ends. If the client leaves before, nothing has been computed for it.
+        self._components.usage_records.add(self._exchange.request_id, self._task.earlier_usage)
         num_choices = len(self._task.samplings)
         firsts = [sequence.request for sequence in self.sequences[::num_choices]]
         seconds = firsts[0].deadline - time.time()

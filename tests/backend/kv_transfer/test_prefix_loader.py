@@ -19,7 +19,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
-from backend.kv_transfer import block_stream
+from backend.kv_transfer import block_stream, prefix_loader
 from backend.kv_transfer.block_layout import layout_of
 from backend.kv_transfer.block_stream import END, HASH_BYTES, encode_entries, encode_header, split_hashes
 from backend.kv_transfer.peers import Peer, parse_rule
@@ -243,6 +243,27 @@ async def test_a_peer_that_sends_a_byte_now_and_then_does_not_extend_the_limit(l
     with peer(answer) as source:
         transfer = await loader.load(request_of(), source, 0.1)
     assert transfer.outcome in (Outcome.TIMEOUT, Outcome.MALFORMED)
+
+
+async def test_no_request_waits_for_a_peer_that_was_silent_a_moment_ago(
+    engine: AsyncEngine, loader: PrefixLoader, blocks: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        gone = Peer("127.0.0.1", unused.getsockname()[1])
+    assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.UNREACHABLE
+    assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.PAUSED
+    with peer(_error(loader, blocks)) as other:
+        assert (await loader.load(request_of(), other, LONG)).outcome is Outcome.REFUSED
+    monkeypatch.setattr(prefix_loader, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(loader, "_seconds_max", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Peer("127.0.0.1", silent.getsockname()[1])
+        assert (await loader.load(request_of(), address, LONG)).outcome is Outcome.TIMEOUT
+        assert (await loader.load(request_of(), address, LONG)).outcome is Outcome.TIMEOUT, "the pause is over"
+        monkeypatch.setattr(prefix_loader, "PAUSE_SECONDS", LONG)
+        assert (await loader.load(request_of(), address, 0.01)).outcome is Outcome.TIMEOUT, "its own deadline"
+        assert (await loader.load(request_of(), address, LONG)).outcome is Outcome.TIMEOUT
+        assert (await loader.load(request_of(), address, LONG)).outcome is Outcome.PAUSED
 
 
 async def test_a_request_that_is_given_up_closes_the_connection(loader: PrefixLoader) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from signal import SIGCONT, SIGSTOP
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -237,6 +238,26 @@ def test_a_peer_that_freezes_in_the_middle_of_a_transfer_costs_the_time_limit(st
             first.process.send_signal(SIGCONT)
         assert (text, _loads(second, "timeout")) == (expected, 1)
         assert cached < FULL_TOKENS
+
+
+def test_a_client_that_leaves_during_a_load_has_used_nothing(prefill: RunningServer, decode: RunningServer) -> None:
+    complete(prefill, cache_salt="left")
+    asked, left = Event(), Event()
+
+    def wait() -> None:
+        asked.set()
+        assert left.wait(60)
+
+    with relay(prefill, 1000, wait) as port:
+        body = {"prompt": PROMPT, **ANSWER, "cache_salt": "left", "kv_transfer_params": source_at(port)}
+        content, address = json.dumps(body).encode(), urlsplit(decode.url)
+        with socket.create_connection((address.hostname, address.port)) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: left\r\n"
+            client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            assert asked.wait(60)
+        left.set()
+    usage = httpx2.get(f"{decode.url}/requests/left").raise_for_status().json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 0)
 
 
 def test_a_peer_that_is_not_named_is_not_asked(prefill: RunningServer, start_server: StartServer) -> None:
