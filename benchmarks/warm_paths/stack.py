@@ -73,17 +73,18 @@ def running(
 
 @contextlib.contextmanager
 def engine(
-    folder: Path, model: Path, num_blocks: int, *, prompt_tokens_details: bool = True
+    folder: Path, model: Path, num_blocks: int, *options: str, prompt_tokens_details: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Run a bundled engine. Yields its deployment, as in a policy.
 
-    Without `prompt_tokens_details` it does not report cached tokens.
+    Without `prompt_tokens_details` it does not report cached tokens. `options` are added to its command.
     """
     command = [sys.executable, "-m", "backend", "--model", str(model), "--served-model-name", MODEL, "--port", "0"]
     command.append("--wait-for-kernels")
     command += ["--num-threads", "1", "--num-blocks", str(num_blocks)]
     events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     command += ["--kv-events", events, "--kv-events-replay", replay]
+    command += options
     if not prompt_tokens_details:
         command.append("--no-prompt-tokens-details")
     with running(command, folder, r"engine ready on (\S+) model") as url:
