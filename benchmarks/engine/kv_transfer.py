@@ -8,7 +8,15 @@ Each round measures the seconds to the first token of new prompts, over HTTP, in
     loaded from busy    the same while the other engine computes other prompts
     cached      the engine has the blocks itself
 
-The figures are medians of the rounds. The last token of a prompt and its last, incomplete block are always computed.
+The last token of a prompt and its last, incomplete block are always computed. Then the gaps between two chunks of
+another stream are measured, as the 99th percentile:
+
+    alone       without other requests
+    computing   while the engine computes prompts of the largest length
+    loading     while the engine loads such prompts
+    serving     at the other engine, while it serves the blocks of such prompts
+
+All figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -21,9 +29,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,6 +43,10 @@ from benchmarks.engine.cpu import cpu_name
 from benchmarks.engine.peers import CONTEXT_TOKENS, Load, ours, servable
 from benchmarks.engine.shapes import SHAPES
 
+STREAM_TOKENS, SHORT_PROMPT = 2000, 64
+STREAM_START_SECONDS = 0.5
+PROMPTS_BESIDE = 2  # during which the gaps of a stream are measured
+ALONE_SECONDS = 2.0
 COMPUTED, LOADED, FROM_BUSY, CACHED = "computed", "loaded", "loaded from busy", "cached"
 BUSY_PROMPT = 2048
 
@@ -65,9 +78,13 @@ def main() -> None:
                 print(
                     f"{tokens:6} tokens", *(f"{name}: {1000 * value:.1f} ms" for name, value in found.items()), sep="  "
                 )
+            rounds = [pair.gaps(max(args.tokens)) for _ in range(args.rounds)]
+            gaps = {name: round(1000 * statistics.median(each[name] for each in rounds), 1) for name in rounds[0]}
+            print("p99 gap of another stream", *(f"{name}: {value} ms" for name, value in gaps.items()), sep="  ")
     if args.result:
         date = datetime.now(UTC).date().isoformat()
         result = {"machine": machine, "date": date, "shape": args.shape, "rounds": args.rounds, "milliseconds": figures}
+        result["p99_gap_milliseconds"] = gaps
         args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -91,6 +108,31 @@ class Pair:
         with self._busy_holder():
             seconds[FROM_BUSY] = self._first_loaded(from_busy)
         return seconds | {CACHED: self._first(computed)}
+
+    def gaps(self, tokens: int) -> dict[str, float]:
+        """The 99th percentile of the gaps of a stream, in seconds, by what happens beside it."""
+
+        def load(prompts: list[list[int]]) -> None:
+            for prompt in prompts:
+                self._first_loaded(prompt)
+
+        def compute() -> None:
+            for _ in range(PROMPTS_BESIDE):
+                self._first(self._loader.prompt(tokens))
+
+        def held() -> list[list[int]]:
+            prompts = [self._loader.prompt(tokens) for _ in range(PROMPTS_BESIDE)]
+            for prompt in prompts:
+                self._holder.first(prompt)
+            return prompts
+
+        first, second = held(), held()
+        return {
+            "alone": _p99_gap(self._loader, lambda: time.sleep(ALONE_SECONDS)),
+            "computing": _p99_gap(self._loader, compute),
+            "loading": _p99_gap(self._loader, lambda: load(first)),
+            "serving": _p99_gap(self._holder, lambda: load(second)),
+        }
 
     def _first(self, prompt: list[int], **fields: Any) -> float:
         began = time.perf_counter()
@@ -127,6 +169,22 @@ class Pair:
         finally:
             stop.set()
             thread.join()
+
+
+def _p99_gap(load: Load, beside: Callable[[], None]) -> float:
+    """The 99th percentile of the time between two chunks of a stream while `beside` runs, in seconds."""
+    stop, times = threading.Event(), list[float]()
+    prompt = load.prompt(SHORT_PROMPT)
+    stream = threading.Thread(target=lambda: times.extend(load.tokens(prompt, STREAM_TOKENS, stop)))
+    stream.start()
+    time.sleep(STREAM_START_SECONDS)
+    began = time.perf_counter()
+    beside()
+    ended = time.perf_counter()
+    stop.set()
+    stream.join()
+    gaps = sorted(after - before for before, after in pairwise(times) if began <= after and before <= ended)
+    return gaps[int(0.99 * len(gaps))]
 
 
 if __name__ == "__main__":
