@@ -168,6 +168,7 @@ class CacheModel:
             if run.is_cached:
                 self._mark_used(run)
                 run.settled, run.settled_blocks = self.clock, len(run.blocks)
+        self._make_room()
 
     def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
         """The deployment computes this chain, or has computed it: it is cached, and the most recently used now.
@@ -189,7 +190,7 @@ class CacheModel:
             self._grow(path, array("Q", chain[depth:]))
         for run in reversed(path):
             self._mark_used(run)
-        self._make_room()
+        self._make_room(added=self.clock)
 
     def _grow(self, path: list[Run], rest: array[int]) -> None:
         """Append unknown blocks: to the last run if nothing continues it, or as a new run behind it."""
@@ -282,12 +283,18 @@ class CacheModel:
                 return
             self.version += 1
             self._evict_older(settled)
-        self.learn_capacity(known or (), reported_blocks, is_surprise=is_surprise)
+        self.learn_capacity(known or (), reported_blocks, is_surprise=is_surprise, is_reported=True)
 
     def learn_capacity(
-        self, known: Sequence[KnownBlocks], cached_blocks: float, *, prompts: int = 1, is_surprise: bool = False
+        self,
+        known: Sequence[KnownBlocks],
+        cached_blocks: float,
+        *,
+        prompts: int = 1,
+        is_surprise: bool = False,
+        is_reported: bool = False,
     ) -> None:
-        """The responses to so many prompts found so many of these blocks cached."""
+        """The responses to so many prompts found so many of these blocks cached, as was reported or is concluded."""
         parts: list[Part] = []
         start = 0
         found_from = self._lost_until + 1
@@ -301,7 +308,9 @@ class CacheModel:
             start += part.blocks
         capacity = self.capacity
         learned = self._learned
-        if learned is not None and learned.note(parts, cached_blocks, responses=prompts, is_surprise=is_surprise):
+        if learned is not None and learned.note(
+            parts, cached_blocks, responses=prompts, is_surprise=is_surprise, is_reported=is_reported
+        ):
             capacity = learned.blocks
         if found_from <= self._lost_until:  # blocks that were used so long ago are not lost, so newer ones are not
             self._lost_until = found_from - 1
@@ -367,12 +376,18 @@ class CacheModel:
         self._remembered_blocks -= len(run.blocks)
         self.cached_blocks += len(run.blocks)
 
-    def _make_room(self) -> None:
+    def _make_room(self, added: int = 0) -> None:
+        """Evict the least recently used runs, but none of calls in flight, and not what was `added` at this clock.
+
+        If nothing else is left, an engine lets the last of these calls wait until another one has ended, and then
+        evicts what that one used. So the model holds more than its capacity until then.
+        """
         spared = 0
         while self.cached_blocks > self.capacity:
             run = next(iter(self._cached))
-            if run.last_used in self._in_use and spared < len(self._cached):
-                # When it is evicted, its call will have ended. If all are in use, the oldest will have ended first.
+            if run.last_used in self._in_use or run.last_used == added:
+                if spared >= len(self._cached):
+                    return
                 self._spare(run)
                 spared += 1
                 continue

@@ -159,8 +159,9 @@ class Estimate:
         """
         cache = self.cache
         if present_tokens is None:
-            queued_evictions = 0  # the model holds the queued prompts already
-            own_evictions = cache.cached_blocks + math.ceil(computed_tokens / BLOCK_TOKENS) - cache.capacity
+            excess_blocks = cache.cached_blocks - cache.capacity  # the model holds the queued prompts already
+            queued_evictions = max(0, excess_blocks)
+            own_evictions = excess_blocks + math.ceil(computed_tokens / BLOCK_TOKENS) - queued_evictions
         else:
             queued_evictions = self._blocks_to_evict(0.0, present_tokens, now)
             own_evictions = self._blocks_to_evict(computed_tokens, present_tokens, now) - queued_evictions

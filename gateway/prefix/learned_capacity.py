@@ -11,7 +11,8 @@ order, the estimate lies where the fewest are wrong. The policy's guess counts a
 by `GUESS_ERROR` with each step of the ladder away from it, up to `GUESS_ERROR_MAX`.
 
 If blocks were used together, engines evict the last of them first. So a response that finds only some of them shows the
-capacity almost exactly. For this, such blocks are divided into `PIECES`.
+capacity almost exactly. For this, such blocks are divided into `PIECES`. Nothing but a full cache does this (a restart
+loses all of them), so the first reported one ends the policy's guess.
 
 Deployments that the policy describes as equal share what they see (`CapacityGroup`), which counts like
 `GROUP_RESPONSES` of their own.
@@ -42,10 +43,10 @@ Part = tuple[float, int]
 class CapacityErrors:
     """Decayed prediction errors by capacity."""
 
-    def __init__(self, changes: Sequence[float] = (0.0,) * CLASSES) -> None:
+    def __init__(self) -> None:
         # Instead of decaying all earlier errors, each response weighs more than the one before it.
         self._weight = 1.0
-        self._changes = [*changes]  # of the error, from the capacity before it on the ladder
+        self._changes = [0.0] * CLASSES  # of the error, from the capacity before it on the ladder
 
     def add(self, changes: Iterable[tuple[int, float]]) -> None:
         """A response: at which steps of the ladder its error changes, and by how much."""
@@ -77,13 +78,24 @@ class LearnedCapacity:
         self.group: CapacityGroup | None = None
         self._guess = guess_blocks
         guess = _step(guess_blocks)
-        self._errors = CapacityErrors([_guess_change(step, guess) for step in range(CLASSES)])
+        self._guess_changes = [_guess_change(step, guess) for step in range(CLASSES)]
+        self._guess_weight = 1.0  # of these, in units of the newest response; 0 once the guess has ended
+        self._errors = CapacityErrors()
         self._since = 0  # responses since the capacity was computed
 
-    def note(self, parts: Iterable[Part], cached_blocks: float, *, responses: int = 1, is_surprise: bool) -> bool:
+    def note(
+        self,
+        parts: Iterable[Part],
+        cached_blocks: float,
+        *,
+        responses: int = 1,
+        is_surprise: bool,
+        is_reported: bool = False,
+    ) -> bool:
         """So many responses found so many of these blocks cached. True if the estimate changed.
 
-        `is_surprise`: it was predicted otherwise, so the estimate is computed at once.
+        `is_surprise`: it was predicted otherwise, so the estimate is computed at once. `is_reported`: the engine said
+        so; else it was concluded from times, and is not exact.
         """
         ordered = sorted(parts)
         known_blocks = sum(blocks for _, blocks in ordered)
@@ -100,6 +112,7 @@ class LearnedCapacity:
                 changes.append((_step(distance + start + length / 2), responses * change / known_blocks))
                 before, start = before + length, start + length
         self._errors.add(changes)
+        self._guess_weight = 0.0 if is_reported and _is_cut(ordered, found) else KEPT * self._guess_weight
         if self.group is not None:
             self.group.errors.add(changes)
         self._since += 1
@@ -115,9 +128,21 @@ class LearnedCapacity:
         if self.group is not None:
             share = GROUP_RESPONSES * (1 - KEPT)
             changes = [own + share * all_ for own, all_ in zip(changes, self.group.errors.changes(), strict=True)]
+        if weight := self._guess_weight:
+            changes = [change + weight * guess for change, guess in zip(changes, self._guess_changes, strict=True)]
         errors = list(accumulate(changes))
         best = errors.index(min(errors))
         return self._guess if best == _step(self._guess) else round(_LADDER[best])
+
+
+def _is_cut(parts: Sequence[Part], found: float) -> bool:
+    """Whether blocks that were used together were found only in part: not if all are lost, as by a restart."""
+    end = 0.0
+    for _, blocks in parts:
+        if end < found < end + blocks:
+            return True
+        end += blocks
+    return False
 
 
 def _guess_change(step: int, guess: int) -> float:

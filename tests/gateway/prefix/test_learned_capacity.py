@@ -27,6 +27,14 @@ def test_the_capacity_is_found_in_two_hundred_responses(guess: int, wrong_share:
             assert 0.7 * TRUE <= learned.blocks <= 1.4 * TRUE
 
 
+def test_one_reported_response_that_finds_a_part_corrects_a_guess_and_one_that_finds_nothing_does_not() -> None:
+    """A restart loses everything, and only a cache that is too small loses the end."""
+    for found, is_reported, is_corrected in ((200, True, True), (200, False, False), (0, True, False)):
+        learned = LearnedCapacity(100 * TRUE)
+        learned.note([(TRUE - 200, 400)], found, is_surprise=True, is_reported=is_reported)
+        assert (learned.blocks == pytest.approx(TRUE, rel=0.1)) == is_corrected, (found, is_reported)
+
+
 def test_a_few_responses_that_find_parts_show_a_capacity_far_below_the_guess() -> None:
     """Conversations that evict each other's ends: each response says where the cached part ends."""
     learned, rng = LearnedCapacity(100 * TRUE), random.Random(1)

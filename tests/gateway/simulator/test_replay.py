@@ -73,7 +73,7 @@ def test_a_request_without_a_free_slot_is_queued() -> None:
 
 @pytest.mark.parametrize("reports", Reports)
 def test_the_router_sees_what_the_engines_report(reports: Reports) -> None:
-    trace = generate.conversation(2, chats=300, duration_seconds=150.0)
+    trace = generate.conversation(5, chats=300, duration_seconds=150.0)
     site = replace(make_site(2, 200_000, prefill_rate_for_load(trace, 2, 0.6)), reports=reports)
     replay = Replay(trace, site, lambda _: PrefixAffinity(), holds=True)
     result = replay.run()
