@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -54,6 +55,8 @@ namespace LEVEL {
 #include "level/tokens.h"
 
 #include "level/logprobs.h"
+
+#include "level/softmax.h"
 
 #include "level/attention.h"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from backend.attention.base import AttentionMetadata, AttentionVariant
 from backend.attention.native import NativeAttention
-from tests.backend.levels import LEVELS, library_of
+from tests.backend.levels import AMX, LEVELS, library_of
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 32
 LONGEST = 96
@@ -81,3 +82,31 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_threads(
     for rows in (range(1), range(1, 4), range(2, 3)):
         assert torch.equal(attend(rows, 1), together[rows.start : rows.stop])
         assert torch.equal(attend(rows, 3), together[rows.start : rows.stop])
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != AMX])
+@pytest.mark.parametrize("window", [None, 300])
+def test_bits_of_a_prompt_depend_neither_on_its_chunks_nor_on_the_threads(level: str, window: int | None) -> None:
+    """In bfloat16, where several tiles of rows go along the positions together."""
+    block_size, length = 16, 600
+    generator = torch.Generator().manual_seed(1)
+    shape = (-(-length // block_size), block_size, NUM_KV_HEADS, HEAD_DIM)
+    keys, values = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    queries = torch.randn(length, NUM_HEADS, HEAD_DIM, generator=generator).bfloat16()
+    variant = AttentionVariant(window=window, sinks=torch.linspace(-1.0, 2.0, NUM_HEADS))
+
+    def attend(first: int, end: int, num_threads: int) -> Tensor:
+        attention = NativeAttention(0.3, native=library_of(level), level_name=level, num_threads=num_threads)
+        metadata = replace(
+            decodes(1, end, block_size),
+            query_lens=(end - first,),
+            cu_seqlens_q=torch.tensor([0, end - first], dtype=torch.int32),
+        )
+        given = queries[first:end]
+        return attention.prepare(metadata, given)(given, keys, values, variant)
+
+    whole = attend(0, length, 1)
+    assert torch.equal(attend(0, length, 3), whole)
+    for bounds in ([0, 300, length], [0, 41, 290, 555, length]):
+        chunks = [attend(first, end, 1) for first, end in pairwise(bounds)]
+        assert torch.equal(torch.cat(chunks), whole)

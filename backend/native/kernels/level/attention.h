@@ -5,18 +5,19 @@
 // of the cache: ScoreStep and WeighStep say how both are read and multiplied. `RowTasks` divides the rows among the
 // threads; if there are few rows, as in a decode step of one long sequence, it divides the slices as well.
 
-// One step of a score's dot product: a pair of vectors, or one vector of bfloat16 pairs if the CPU sums those.
+// One step of a score's dot product: SIZE numbers, in parts that are multiplied one after the other. A part is a vector
+// of floats, or of bfloat16 pairs if the CPU sums those.
 struct ScorePairs {
-  static constexpr int64_t SIZE = PAIR;
-  typedef Pair V;
-  typedef float Stored;  // how queries are stored, in the order of pairs
-  static V of_query(const Stored* query) { return pair_of(query); }
-  static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
+  static constexpr int64_t SIZE = PAIR, PARTS_OF_STEP = 2;
+  typedef vf V;
+  typedef float Stored;  // how queries are stored, in the order of parts
+  static V of_query(const Stored* query, int part) { return load(query + part * LANES); }
+  static vf add(vf sum, V query, V key) { return add_product(sum, query, key); }
 };
 template <class T, class C>
 struct ScoreStep : ScorePairs {
   static void keep(const T* query, Stored* to, int64_t left) { store(to, pair_of(query, left)); }
-  static V of_key(const T* key, int64_t left) { return pair_of(key, left); }
+  static V of_key(const T* key, int part) { return part_of_pair(key, part); }
 };
 // For bytes, the two vectors of a pair are consecutive elements.
 template <class X>
@@ -26,7 +27,7 @@ inline Pair in_turn(const X* from, int64_t left) {
 template <class T, class C>
 struct ScaledScoreStep : ScorePairs {
   static void keep(const T* query, Stored* to, int64_t left) { store(to, in_turn(query, left)); }
-  static V of_key(const C* key, int64_t left) { return in_turn(key, left); }
+  static V of_key(const C* key, int part) { return load(key + part * LANES); }
 };
 template <class T>
 struct ScoreStep<T, int8_t> : ScaledScoreStep<T, int8_t> {};
@@ -35,9 +36,10 @@ struct ScoreStep<T, e4m3> : ScaledScoreStep<T, e4m3> {};
 #if WIDTH == 64
 template <>
 struct ScoreStep<bf16, bf16> : Step<bf16> {
+  static constexpr int64_t PARTS_OF_STEP = 1;
   static void keep(const bf16* query, Stored* to, int64_t left) { _mm512_storeu_si512(to, of_x(query, left)); }
-  static V of_query(const Stored* query) { return of_x(query, SIZE); }
-  static V of_key(const bf16* key, int64_t left) { return of_x(key, left); }
+  static V of_query(const Stored* query, int) { return of_x(query, SIZE); }
+  static V of_key(const bf16* key, int) { return of_x(key, SIZE); }
 };
 #endif
 
@@ -115,8 +117,8 @@ struct RowPart {
   int64_t slices() const { return ceil_div(end, SLICE) - first_slice(); }
 };
 
-// A row's weighted sum of values over some positions: the sums, in pairs of vectors, then the highest score and the sum
-// of the weights, which are relative to the highest score.
+// A row's weighted sum of values over some positions: the sums, in pairs of vectors, then the highest exponent and the
+// sum of the weights, which are relative to it (softmax.h).
 inline int64_t sums_of_row(int64_t dim) { return ceil_div(dim, PAIR) * PAIR; }  // in floats
 inline int64_t floats_of_row(int64_t dim) { return sums_of_row(dim) + PAIR; }
 
@@ -124,8 +126,7 @@ inline int64_t floats_of_row(int64_t dim) { return sums_of_row(dim) + PAIR; }
 // round alike.
 inline __attribute__((noinline)) void add_slice(float* sums, const float* more, int64_t sum_dim) {
   const float own = sums[sum_dim], other = more[sum_dim], top = other > own ? other : own;
-  const float base = top == -__builtin_inff() ? 0 : top;
-  const float before = exp(all(own - base))[0], factor = exp(all(other - base))[0];
+  const float before = exp2<float>(all(own - base_of(top)))[0], factor = exp2<float>(all(other - base_of(top)))[0];
   for (int64_t d = 0; d < sum_dim; d += LANES) store(sums + d, load(sums + d) * before + load(more + d) * factor);
   sums[sum_dim] = top;
   sums[sum_dim + 1] = sums[sum_dim + 1] * before + more[sum_dim + 1] * factor;
@@ -141,9 +142,10 @@ struct Rows {
   typedef WeighStep<T, C> Weigh;
   typedef typename Step::Stored Stored;
   typedef typename Weigh::Weight Weight;
-  static constexpr int64_t AT_ONCE = 16;  // positions that are processed for all heads before the next ones
+  static constexpr int64_t LINE = 64 / sizeof(C);  // numbers in a cache line
+  static constexpr int64_t AT_ONCE = 16;           // positions that are processed for all heads before the next ones
   // Numbers of sums in registers: for scores, rows times keys; for values, rows times pairs of vectors.
-  static constexpr int SCORED_KEYS = WIDTH == 64 ? 4 : 2;  // for four rows
+  static constexpr int QUERY_ROWS = 4, SCORED_KEYS = WIDTH == 64 ? 4 : 2;
   static constexpr int WEIGHED_ROWS = WIDTH == 64 ? 8 : 4, WEIGHED_SUMS = WIDTH == 64 ? 16 : 12;
 
   const Attend& a;
@@ -157,7 +159,7 @@ struct Rows {
   int64_t first[PART_ROWS], last[PART_ROWS];  // the first and last position that a row sees
   int64_t begin, end, width;  // the slice that any row sees; width: its positions, rounded up to whole vectors
   float *sums, *scores;       // [heads][rows][sum_stride]; [heads][rows][width]
-  Stored* queries;            // [heads][rows][query_dim]
+  Stored* queries;            // [heads][rows][query_dim], see query_at
 
   Rows(const Attend& a, const RowPart& part, int64_t head, int64_t heads) : a(a), part(part), head(head), heads(heads) {
     for (int64_t r = 0; r < count; r++) {
@@ -172,11 +174,18 @@ struct Rows {
     for (int64_t h = 0; h < heads; h++)
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += Step::SIZE)
-          Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + (h * count + r) * query_dim + d, dim - d);
+          Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + query_at(h, r, d), dim - d);
   }
 
   int64_t at(int64_t h, int64_t r) const {  // the offset of a row in the queries and in the outputs
     return ((a.starts[part.seq] + (row + r) / group) * a.num_heads + (head + h) * group + (row + r) % group) * dim;
+  }
+
+  // Where a step of a row is in `queries`: beside that of the other rows that are scored together, QUERY_ROWS or the
+  // rest.
+  int64_t query_at(int64_t h, int64_t r, int64_t d) const {
+    const int64_t first = r / QUERY_ROWS * QUERY_ROWS, together = min_of(QUERY_ROWS, count - first);
+    return (h * count + first) * query_dim + d * together + (r - first) * Step::SIZE;
   }
 
   void run() {  // over all slices
@@ -193,15 +202,15 @@ struct Rows {
   void run_slice(int64_t slice, float* to) {
     const int64_t from = (part.first_slice() + slice) * SLICE;
     sums = to;
-    begin = max_of(part.begin, from), end = min_of(part.end, from + SLICE), width = ceil_div(end - begin, 16) * 16;
-    each_run(a.keys, a.values, begin, [&](int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
+    begin = max_of(part.begin, from), end = min_of(part.end, from + SLICE), width = ceil_div(end - begin, PAIR) * PAIR;
+    each_run(a.keys, a.values, begin, [&](int64_t h, int64_t i, const C* keys, int64_t n, const C* ahead) {
       score(h, i, keys, n, ahead);
       times_scales(scores, h, i, keys, n);
     });
     __builtin_memset(sums, 0, heads * count * sum_stride * sizeof(float));
     for (int64_t i = 0; i < heads * count; i++) softmax(scores + i * width, i % count, sums + i * sum_stride + sum_dim);
     each_run(a.values, end < part.end ? a.keys : nullptr, end,
-             [&](int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
+             [&](int64_t h, int64_t i, const C* values, int64_t n, const C* ahead) {
                times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
                weigh(h, i, values, n, ahead);
              });
@@ -209,7 +218,7 @@ struct Rows {
 
   void begin_sums(int64_t h, int64_t r, float* own) const {  // a sink is a first score without a value
     __builtin_memset(own, 0, sum_stride * sizeof(float));
-    own[sum_dim] = a.sinks ? a.sinks[(head + h) * group + (row + r) % group] : -__builtin_inff();
+    own[sum_dim] = a.sinks ? a.sinks[(head + h) * group + (row + r) % group] * LOG2_E : -__builtin_inff();
     own[sum_dim + 1] = a.sinks ? 1 : 0;
   }
   void finish(int64_t h, int64_t r, const float* own) const {
@@ -220,34 +229,47 @@ struct Rows {
 
   // Calls visit(head, i, from, n, ahead) for runs of n consecutive positions, for each head of a run before the next
   // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one:
-  // `ahead` is the distance in bytes from a position to the same position of the next block, to be prefetched; 0 if
-  // there is none. then: the cache that is read after this one, and the position where that begins.
+  // each visit prefetches n rows of the next run, from `ahead` on. then: the cache that is read after this one, and the
+  // position where that begins.
   template <class F>
   inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, int64_t then_begin,
                                                       F visit) {
     for (int64_t p = begin; p < end;) {
-      const int64_t block = p / a.block_size, offset = p % a.block_size;
-      const int64_t n = min_of(AT_ONCE, min_of(a.block_size - offset, end - p));
-      const bool has_next = (block + 1) * a.block_size < end;
-      const C* from = at(cache, block, offset);
-      const C* next = has_next ? at(cache, block + 1, offset)
-                      : then   ? at(then, then_begin / a.block_size, offset)
-                               : from;
-      const int64_t ahead = reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(from);  // in bytes
-      for (int64_t h = 0; h < heads; h++) visit(h, p - begin, from + h * row_of_head, n, ahead);
+      const int64_t n = min_of(AT_ONCE, min_of(a.block_size - p % a.block_size, end - p));
+      const C* const from = at(cache, p);
+      const C* const next = p + n < end ? at(cache, p + n) : then ? at(then, then_begin) : nullptr;
+      for (int64_t h = 0; h < heads; h++) {
+        const C* const own = from + h * row_of_head;
+        visit(h, p - begin, own, n, next ? ahead_of(next, h, n, own) : own);
+      }
       p += n;
     }
   }
-
-  // Prefetches the cache lines of `size` numbers from the d-th on. If that is less than a line, the line is requested
-  // several times, which costs less than checking whether it was.
-  static inline __attribute__((always_inline)) void prefetch(const C* from, int64_t d, int64_t size, int64_t ahead) {
-    constexpr int64_t LINE = 64 / sizeof(C);
-    for (int64_t i = 0; i < size; i += LINE)
-      __builtin_prefetch(reinterpret_cast<const char*>(from + d + i) + ahead, 0, 2);
+  const C* at(const void* cache, int64_t p) const {
+    return static_cast<const C*>(cache) +
+           (int64_t(table[p / a.block_size]) * a.block_size + p % a.block_size) * stride + head * row_of_head;
   }
-  const C* at(const void* cache, int64_t block, int64_t offset) const {
-    return static_cast<const C*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * row_of_head;
+
+  // Where a head's part of the next run begins. Memory must be prefetched in its order, a few lines at a time: then the
+  // hardware recognises a stream and joins in, and memory is read a third faster. So the heads of a run prefetch
+  // consecutive parts of the next run, whatever these hold. If the task has only some of the heads, these are not
+  // consecutive and are requested at once; then the result is `own`, which is in the cache.
+  const C* ahead_of(const C* next, int64_t h, int64_t n, const C* own) const {
+    if (heads == a.num_kv_heads) {
+      prefetch(next + (h + 1) * n * row_of_head - 1, 1);  // scales, which take no step of their own
+      return next + h * n * row_of_head;
+    }
+    for (int64_t i = 0; i < n; i++) prefetch(next + i * stride + h * row_of_head, row_of_head);
+    return own;
+  }
+  // Requests the cache lines of `size` numbers.
+  static inline __attribute__((always_inline)) void prefetch(const C* from, int64_t size) {
+    for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
+  }
+  // The i-th of N adjacent parts of SIZE numbers. Of several parts in a line, the first one requests it.
+  template <int i, int N, int SIZE>
+  static inline __attribute__((always_inline)) void prefetch_part(const C* from) {
+    if constexpr (SIZE >= LINE || N % (LINE / SIZE) || i % (LINE / SIZE) == 0) prefetch(from + i * SIZE, SIZE);
   }
 
   // Multiplies scores or weights of a head's rows, n positions from i on, by the scales of these positions, if any.
@@ -261,13 +283,14 @@ struct Rows {
     }
   }
 
-  void score(int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
+  void score(int64_t h, int64_t i, const C* keys, int64_t n, const C* ahead) {
     const Stored* query = queries + h * count * query_dim;
     float* to = scores + h * count * width + i;
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4)
-      score_rows<4, SCORED_KEYS>(query + r * query_dim, keys, n, r ? 0 : ahead, to + r * width);
-    ahead = r ? 0 : ahead;  // prefetched only once
+    for (; r + QUERY_ROWS <= count; r += QUERY_ROWS) {
+      score_rows<QUERY_ROWS, SCORED_KEYS>(query + r * query_dim, keys, n, ahead, to + r * width);
+      ahead = keys;  // prefetched only once
+    }
     switch (count - r) {
       case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
       case 2: return score_rows<2, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
@@ -275,22 +298,27 @@ struct Rows {
     }
   }
   template <int R, int N>  // N keys at once: limited by the registers for sums
-  void score_rows(const Stored* query, const C* keys, int64_t n, int64_t ahead, float* to) {
-    for (; n >= N; n -= N, keys += N * stride, to += N) products<R, N>(query, keys, ahead, to);
-    for (; n > 0; n--, keys += stride, to++) products<R, 1>(query, keys, ahead, to);
+  void score_rows(const Stored* query, const C* keys, int64_t n, const C* ahead, float* to) {
+    for (; n >= N; n -= N, keys += N * stride, ahead += N * row_of_head, to += N)
+      products<R, N>(query, keys, ahead, to);
+    for (; n > 0; n--, keys += stride, ahead += row_of_head, to++) products<R, 1>(query, keys, ahead, to);
   }
   template <int R, int N>
-  inline __attribute__((always_inline)) void products(const Stored* query, const C* key, int64_t ahead, float* to) {
+  inline __attribute__((always_inline)) void products(const Stored* query, const C* key, const C* ahead, float* to) {
     vf own[R][N];
     zero(own);
     const int64_t whole = dim / Step::SIZE * Step::SIZE;
     for (int64_t d = 0; d < whole; d += Step::SIZE)
-      unroll<N>([&](auto n) __attribute__((always_inline)) {
-        if constexpr (WIDTH < 64) force_reload(query);
-        prefetch(key + n * stride, d, Step::SIZE, ahead);
-        const auto k = Step::of_key(key + n * stride + d, Step::SIZE);
+      unroll<Step::PARTS_OF_STEP>([&](auto part) __attribute__((always_inline)) {
+        typename Step::V rows[R];
         unroll<R>([&](auto r) __attribute__((always_inline)) {
-          own[r][n] = Step::add(own[r][n], Step::of_query(query + r * query_dim + d), k);
+          rows[r] = Step::of_query(query + d * R + r * Step::SIZE, part);
+        });
+        if constexpr (WIDTH == 32) force_reload(key);
+        unroll<N>([&](auto n) __attribute__((always_inline)) {
+          if constexpr (part == 0) prefetch_part<n, N, Step::SIZE>(ahead + d * N);
+          const auto k = Step::of_key(key + n * stride + d, part);
+          unroll<R>([&](auto r) __attribute__((always_inline)) { own[r][n] = Step::add(own[r][n], rows[r], k); });
         });
       });
     unroll<R>([&](auto r) __attribute__((always_inline)) { sums_of<N>(own[r], to + r * width); });
@@ -299,61 +327,55 @@ struct Rows {
   // The last dimensions of heads whose size is not a whole number of steps.
   __attribute__((noinline)) void add_rest(int64_t rows, int64_t n, int64_t d, const Stored* query, const C* key,
                                           float* to) const {
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t i = 0; i < n; i++)
-        to[r * width + i] += sum(
-            Step::add(vf{}, Step::of_query(query + r * query_dim + d), Step::of_key(key + i * stride + d, dim - d)));
+    for (int64_t i = 0; i < n; i++) {
+      C rest[Step::SIZE] = {};
+      __builtin_memcpy(rest, key + i * stride + d, (dim - d) * sizeof(C));
+      for (int64_t r = 0; r < rows; r++) {
+        vf products = {};
+        for (int part = 0; part < Step::PARTS_OF_STEP; part++)
+          products =
+              Step::add(products, Step::of_query(query + d * rows + r * Step::SIZE, part), Step::of_key(rest, part));
+        to[r * width + i] += sum(products);
+      }
+    }
   }
 
-  // Turns a row's scores into weights in place. Stores the highest score and the sum of the weights.
+  // Turns a row's scores into weights in place. Stores the highest exponent and the sum of the weights.
   void softmax(float* own, int64_t r, float* top_and_total) {
-    vf highest = all(-__builtin_inff()), total = {}, lane;
-    for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
-    const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
-    for (int64_t i = 0; i < width; i += LANES) {
-      vf s = load(own + i) * float(a.scale);
-      if (a.softcap) s = capped(s, float(a.softcap));
-      const vf position = lane + float(i);
-      s = (position >= from) & (position <= to) ? s : all(-__builtin_inff());
-      highest = max(highest, s);
-      store(own + i, s);
-    }
-    float top = highest[0];
-    for (int64_t i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
-    const float base = top == -__builtin_inff() ? 0 : top;  // of a row that sees none of the slice: weights of zero
-    for (int64_t i = 0; i < width; i += LANES) {
-      const vf weight = exp(load(own + i) - base);
-      store(reinterpret_cast<Weight*>(own) + i, weight);
-      total += weight;
-    }
+    prepare_scores(a, own, width, first[r] - begin, min_of(last[r], end - 1) - begin);
+    const float factor = exponent_factor(a), top = highest_score(own, width) * factor;
+    const vf total = to_weights<T, Weight>(own, width, factor, base_of(top));
     // A last single position is multiplied as a pair, so the weight after it must be zero.
     if constexpr (Weigh::POSITIONS > 1) store(reinterpret_cast<Weight*>(own) + width, vf{});
     top_and_total[0] = top, top_and_total[1] = sum(total);
   }
 
-  void weigh(int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
+  void weigh(int64_t h, int64_t i, const C* values, int64_t n, const C* ahead) {
     int64_t r = 0;
-    for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, r ? 0 : ahead);
-    weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, r ? 0 : ahead);
+    for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) {
+      weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, ahead);
+      ahead = values;  // prefetched only once
+    }
+    weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, ahead);
   }
   template <int R>
-  void weigh_rest(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, int64_t ahead) {
+  void weigh_rest(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, const C* ahead) {
     if (count - r == R) return weigh_rows<R>(h, r, i, values, n, ahead);
     if constexpr (R > 1) weigh_rest<R - 1>(h, r, i, values, n, ahead);
   }
   template <int R>
-  void weigh_rows(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, int64_t ahead) {
+  void weigh_rows(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, const C* ahead) {
     const Weight* weights = weights_of(h * count + r) + i;
     float* to = sums + (h * count + r) * sum_stride;
     constexpr int most = WEIGHED_SUMS / 2 / R, V = most >= 4 ? 4 : most >= 2 ? 2 : 1;
     int64_t d = 0;
-    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighted<R, V>(weights, values, d, n, ahead, to + d, PAIR);
-    for (; d < dim; d += PAIR) add_weighted<R, 1>(weights, values, d, n, ahead, to + d, dim - d);
+    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighted<R, V>(weights, values, d, n, ahead + d * n, to + d, PAIR);
+    for (; d < dim; d += PAIR) add_weighted<R, 1>(weights, values, d, n, ahead + d * n, to + d, dim - d);
   }
   const Weight* weights_of(int64_t row) const { return reinterpret_cast<const Weight*>(scores + row * width); }
   template <int R, int V>
   inline __attribute__((always_inline)) void add_weighted(const Weight* weights, const C* value, int64_t d, int64_t n,
-                                                          int64_t ahead, float* to, int64_t left) {
+                                                          const C* ahead, float* to, int64_t left) {
     const int64_t weight_stride = weights_of(1) - weights_of(0), stride = this->stride,
                   sum_stride = this->sum_stride;  // local copies, because compilers would reload members
     Pair own[R][V];
@@ -363,8 +385,9 @@ struct Rows {
     const auto step = [&](int64_t i, int64_t next) __attribute__((always_inline)) {
       unroll<V>([&](auto j) __attribute__((always_inline)) {
         force_reload(weights);
-        prefetch(value + i * stride, d + j * PAIR, PAIR, ahead);
-        if (next) prefetch(value + i * stride + next, d + j * PAIR, PAIR, ahead);
+        constexpr int P = Weigh::POSITIONS;
+        unroll<P>([&](auto p)
+                      __attribute__((always_inline)) { prefetch_part<j * P + p, V * P, PAIR>(ahead + i * V * PAIR); });
         const Pair values = Weigh::of_values(value + i * stride + d + j * PAIR, next, left);
         unroll<R>([&](auto r) __attribute__((always_inline)) {
           own[r][j] = Weigh::add(own[r][j], values, weights + r * weight_stride + i);

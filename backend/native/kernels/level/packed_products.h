@@ -81,17 +81,23 @@ inline void finish_panel(const Linear& a, const InputRows<W>& x, int64_t row, in
   finish<bf16>(a, row, n, first, second);
 }
 
+// Bytes of panels that few rows prefetch while they multiply the ones before. With AVX-512, so few instructions
+// multiply a panel that the hardware's prefetcher is better.
+constexpr int64_t PREFETCHED_PANELS = WIDTH == 32 ? 256 << 10 : 0;
+
 // One or two rows: P panels at once, each read once, so that no sum waits for the previous one.
 template <class W, int R, int P>
 void few_rows(const Linear& a, const InputRows<W>& x, int64_t panel, int64_t end) {
   const char* w = static_cast<const char*>(a.w);
   const int64_t bytes = Panel<W>::bytes(a.ins);
+  const int64_t lines =
+      P * bytes <= PREFETCHED_PANELS ? ceil_div(P * Panel<W>::bytes(GROUP), 64 * GROUP / STRIDE_STEPS) : 0;
   for (; panel + P <= end; panel += P) {
     vf sums[R][P][2];
     zero(sums);
     Panel<W> panels[P];
     for (int p = 0; p < P; p++) panels[p] = Panel<W>(w + (panel + p) * bytes);
-    multiply(x.at, x.stride, panels, a.ins, Prefetch{}, sums);
+    multiply(x.at, x.stride, panels, a.ins, Prefetch{w + (panel + P) * bytes, lines}, sums);
     unroll<R * P>([&](auto i) __attribute__((always_inline)) {
       constexpr int r = i / P, p = i % P;
       finish_panel<W>(a, x, x.first + r, (panel + p) * PANEL, sums[r][p][0], sums[r][p][1]);
@@ -192,6 +198,9 @@ template <>
 constexpr int FEW_PANELS<int4x32> = 1;
 template <>
 constexpr int FEW_PANELS<mxfp4x32> = 1;
+// For one row. With AVX2, more panels of bfloat16 would only be more streams from memory.
+template <class W>
+constexpr int ONE_ROW_PANELS = WIDTH == 32 && sizeof(W) == sizeof(bf16) ? FEW_PANELS<W> : 2 * FEW_PANELS<W>;
 
 template <class W>
 void linear_packed(const Linear& a, void* memory) {
@@ -222,10 +231,9 @@ void linear_packed(const Linear& a, void* memory) {
       const int64_t row = first + item % parts * near;
       if (row >= last) return;
       const int64_t after = row + near < last ? from : end;
-      constexpr int P = FEW_PANELS<W>;
       switch (x.count) {
-        case 1: return few_rows<W, 1, 2 * P>(a, x, from, end);
-        case 2: return few_rows<W, 2, P>(a, x, from, end);
+        case 1: return few_rows<W, 1, ONE_ROW_PANELS<W>>(a, x, from, end);
+        case 2: return few_rows<W, 2, FEW_PANELS<W>>(a, x, from, end);
         default: return many_rows<W>(a, x, t + row, min_of(near, last - row), from, end, after);
       }
     });

@@ -36,20 +36,6 @@ struct InputLayout {
   static float factor(const float*, int64_t) { return 1; }
 };
 
-// The odd ones of bfloat16 pairs as floats. With AVX2, the mask is read from memory in each step: sums of six rows, the
-// two halves and an input leave no register for it, and compilers would keep a sum in memory instead, of which each
-// step would have to wait for the one before.
-inline __attribute__((always_inline)) vf high_halves(vu both) {
-#if WIDTH == 32
-  alignas(WIDTH) static constexpr uint32_t MASK[LANES] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                                          0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
-  __asm__("vpand %1, %0, %0" : "+x"(both) : "m"(MASK));
-  return (vf)both;
-#else
-  return (vf)(both & 0xffff0000u);
-#endif
-}
-
 template <class W>
 struct Panel;
 template <>

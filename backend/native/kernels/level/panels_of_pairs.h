@@ -15,8 +15,12 @@ inline __m512i word_of(const void* from) {  // one word in all lanes
   return _mm512_set1_epi32(read<int32_t>(from));
 }
 
-// Adds products with a word that is broadcast to all lanes. The instructions can broadcast it from memory, but
-// compilers use a separate load and a register; with eight rows, one of three instructions would be such a load.
+inline __attribute__((always_inline)) vf add_pairs(vf sum, __m512i w, __m512i x) {
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+}
+
+// Adds products with a word that is broadcast to all lanes. The instructions can broadcast it from memory, which takes
+// no register. Compilers would use a separate load, which is better if several products share the word.
 inline __attribute__((always_inline)) vf add_pairs(vf sum, __m512i w, const bf16* x) {
   __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const bf16(*)[2]>(x)));
   return sum;
@@ -129,11 +133,12 @@ template <int R, int P>
 inline __attribute__((always_inline)) void multiply(const bf16* x, int64_t stride, const Panel<bf16> (&panels)[P],
                                                     int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
-    unroll<2 * P>([&](auto i) __attribute__((always_inline)) {
-      constexpr int p = i / 2, half = i % 2;
-      const __m512i w = panels[p].at(k, half);
-      unroll<R>([&](auto r) __attribute__((always_inline)) {
-        sums[r][p][half] = add_pairs(sums[r][p][half], w, x + r * stride + k);
+    __m512i w[2 * P];
+    unroll<2 * P>([&](auto i) __attribute__((always_inline)) { w[i] = panels[i / 2].at(k, i % 2); });
+    unroll<R>([&](auto r) __attribute__((always_inline)) {
+      const __m512i word = word_of(x + r * stride + k);
+      unroll<2 * P>([&](auto i) __attribute__((always_inline)) {
+        sums[r][i / 2][i % 2] = add_pairs(sums[r][i / 2][i % 2], w[i], word);
       });
     });
   };

@@ -5,7 +5,9 @@
 constexpr int64_t TILE_ROWS = 24;
 constexpr int64_t STEP_POSITIONS = 256;  // between two rescalings of the online softmax
 constexpr int64_t SCORE_STRIDE = STEP_POSITIONS + 16;
-constexpr int64_t PACKED_AT_ONCE = 64 << 20;  // bytes of packed keys and values, unless one head has more
+constexpr int64_t MOST_TILES = 8;               // that go along the positions together
+constexpr int64_t NEAR_TILE_BYTES = 128 << 10;  // of queries and outputs that stay in a core's cache
+constexpr int64_t PACKED_AT_ONCE = 64 << 20;    // bytes of packed keys and values, unless one head has more
 
 inline int64_t packed_head_bytes(const Attend& a) {
   return ceil_div(longest_sequence(a) + PANEL, PANEL) * PANEL * a.head_dim * sizeof(bf16) * 2;
@@ -73,63 +75,70 @@ void pack_positions(const Attend& a, int64_t seq, int64_t head, int64_t position
     }
 }
 
+// The rows of one tile, and what is summed for them: it goes along the positions one step at a time.
 struct QueryTile {
   typedef InputLayout<bf16>::T T;  // how queries and weights are multiplied
-  static constexpr int64_t MOST_ROWS = InputLayout<bf16>::MOST_ROWS;
+  static constexpr int MOST_ROWS = InputLayout<bf16>::MOST_ROWS;
+  static constexpr int64_t WHOLE_ROWS = (TILE_ROWS + LANES - 1) / LANES * LANES;  // whole vectors
   static constexpr int64_t WEIGHT_STRIDE =
       SCORE_STRIDE * sizeof(float) / sizeof(T);  // weights overwrite the scores in place
 
-  const Attend& a;
+  const Attend* attend;
   int64_t seq, head, row, group, dim, query_len, num_rows;
-  float score_scale;  // still to be applied to the stored scores
+  int64_t begin, end;  // the positions that any of the rows sees; begin: a multiple of PANEL
+  float factor;        // of the stored scores; then they are exponents of 2
+  T* queries;          // [rows][stride]
+  vf* outputs;         // [D / PANEL][rows][2]
   int64_t first_seen[TILE_ROWS], last_seen[TILE_ROWS];
-  float highest[TILE_ROWS], correction[TILE_ROWS];
+  // The highest exponent of each row, what the weights of a step are relative to, and the factor for what was summed
+  // before that step.
+  float highest[WHOLE_ROWS], bases[WHOLE_ROWS], correction[WHOLE_ROWS];
   vf total[TILE_ROWS];
-  alignas(64) float scores[TILE_ROWS * SCORE_STRIDE];
 
-  QueryTile(const Attend& a, int64_t seq, int64_t head, int64_t row)
-      : a(a),
-        seq(seq),
-        head(head),
-        row(row),
-        group(a.num_heads / a.num_kv_heads),
-        dim(a.head_dim),
-        query_len(a.starts[seq + 1] - a.starts[seq]),
-        num_rows(min_of(TILE_ROWS, query_len * group - row)),
-        score_scale(a.softcap ? 1 : float(a.scale)) {}
-
-  int64_t at(int64_t i) const {  // the offset of a row in the queries and in the outputs
-    return ((a.starts[seq] + (row + i) / group) * a.num_heads + head * group + (row + i) % group) * dim;
-  }
-
-  static size_t bytes(int64_t dim) {
+  static size_t bytes(int64_t dim) {  // for queries and outputs
     return TILE_ROWS * (InputLayout<bf16>::stride(dim) * sizeof(T) + dim * sizeof(float));
   }
 
-  // keys, values: of this head. memory: `bytes` for queries and outputs
-  void run(const PackedKv& packed, const uint32_t* keys, const uint32_t* values, void* memory) {
-    T* queries = static_cast<T*>(memory);
-    vf* outputs = reinterpret_cast<vf*>(queries + TILE_ROWS * InputLayout<bf16>::stride(dim));  // [D / PANEL][rows][2]
+  void start(const Attend& a, int64_t seq, int64_t head, int64_t row, void* memory) {
+    attend = &a;
+    this->seq = seq, this->head = head, this->row = row;
+    group = a.num_heads / a.num_kv_heads, dim = a.head_dim, query_len = a.starts[seq + 1] - a.starts[seq];
+    num_rows = min_of(TILE_ROWS, query_len * group - row);
+    factor = exponent_factor(a);
+    queries = static_cast<T*>(memory);
+    outputs = reinterpret_cast<vf*>(queries + TILE_ROWS * InputLayout<bf16>::stride(dim));
+    __builtin_memset(outputs, 0, TILE_ROWS * dim * sizeof(float));
     for (int64_t i = 0; i < num_rows; i++) {
       InputLayout<bf16>::keep(static_cast<const bf16*>(a.query) + at(i), dim,
                               queries + i * InputLayout<bf16>::stride(dim));
       last_seen[i] = a.seq_lens[seq] - query_len + (row + i) / group;
       first_seen[i] = a.window ? max_of(0, last_seen[i] - a.window + 1) : 0;
       // A sink is a first score without a value.
-      highest[i] = a.sinks ? a.sinks[head * group + (row + i) % group] / score_scale : -__builtin_inff();
+      highest[i] = a.sinks ? a.sinks[head * group + (row + i) % group] * LOG2_E : -__builtin_inff();
       total[i] = vf{a.sinks ? 1.0f : 0.0f};
     }
-    __builtin_memset(outputs, 0, TILE_ROWS * dim * sizeof(float));
-    const int64_t end = last_seen[num_rows - 1] + 1;
-    for (int64_t p = first_seen[0] / PANEL * PANEL; p < end; p += STEP_POSITIONS) {
-      const int64_t count = ceil_div(min_of(STEP_POSITIONS, end - p), PANEL) * PANEL, offset = p - packed.begin;
-      score(queries, keys + offset / PANEL * dim * LANES, count);
-      for (int64_t i = 0; i < num_rows; i++) softmax(i, p, count);
-      weigh(values + offset * LANES, packed.positions, count, outputs);
-    }
+    begin = first_seen[0] / PANEL * PANEL, end = last_seen[num_rows - 1] + 1;
+  }
+
+  int64_t at(int64_t i) const {  // the offset of a row in the queries and in the outputs
+    const Attend& a = *attend;
+    return ((a.starts[seq] + (row + i) / group) * a.num_heads + head * group + (row + i) % group) * dim;
+  }
+
+  // Adds what the rows see of the step that begins at `position`. keys, values: of this head.
+  void add_step(int64_t position, const PackedKv& packed, const uint32_t* keys, const uint32_t* values, float* scores) {
+    const int64_t from = max_of(position, begin), until = min_of(position + STEP_POSITIONS, end);
+    if (from >= until) return;
+    const int64_t count = ceil_div(until - from, PANEL) * PANEL, offset = from - packed.begin;
+    score(keys + offset / PANEL * dim * LANES, count, scores);
+    softmax(from, count, scores);
+    weigh(values + offset * LANES, packed.positions, count, reinterpret_cast<const T*>(scores));
+  }
+
+  void finish() const {
     for (int64_t i = 0; i < num_rows; i++) {
       const float inverse = 1.0f / sum(total[i]);
-      bf16* out = static_cast<bf16*>(a.out) + at(i);
+      bf16* out = static_cast<bf16*>(attend->out) + at(i);
       for (int64_t d = 0; d < dim; d += PANEL) {
         const vf* own = outputs + (d / PANEL * TILE_ROWS + i) * 2;
         store(out + d, own[0] * inverse);
@@ -138,83 +147,91 @@ struct QueryTile {
     }
   }
 
-  // Calls f(from, until) for groups of rows that are multiplied together, as even as possible.
+  // Calls f(from, R) for groups of R rows that are multiplied together, as even as possible. R is a compile-time
+  // constant.
   template <class F>
-  void each_few_rows(F f) const {
+  inline void each_few_rows(F f) const {
     const int64_t parts = ceil_div(num_rows, MOST_ROWS);
-    for (int64_t i = 0; i < parts; i++) f(i * num_rows / parts, (i + 1) * num_rows / parts);
+    for (int64_t i = 0; i < parts; i++) {
+      const int64_t from = i * num_rows / parts, until = (i + 1) * num_rows / parts;
+      with_rows<MOST_ROWS>(until - from, [&](auto rows) { f(from, rows); });
+    }
+  }
+  template <int R, class F>
+  static inline void with_rows(int64_t rows, F f) {
+    if (rows == R) return f(std::integral_constant<int, R>{});
+    if constexpr (R > 1) with_rows<R - 1>(rows, f);
   }
 
-  void score(const T* queries, const uint32_t* keys, int64_t count) {
+  void score(const uint32_t* keys, int64_t count, float* scores) const {
     const int64_t stride = InputLayout<bf16>::stride(dim);
     for (int64_t p = 0; p < count; p += PANEL)
-      each_few_rows([&](int64_t from, int64_t until) {
-        vf sums[MOST_ROWS][2];
+      each_few_rows([&](int64_t from, auto rows) {
+        constexpr int R = rows;
+        const Panel<bf16> panel[] = {Panel<bf16>(keys + p / PANEL * dim * LANES)};
+        vf sums[R][1][2];
         zero(sums);
-        add_tile<bf16>(until - from, queries + from * stride, stride, Panel<bf16>(keys + p / PANEL * dim * LANES), dim,
-                       {}, sums[0]);
-        for (int64_t i = from; i < until; i++) {
-          store(scores + i * SCORE_STRIDE + p, sums[i - from][0]);
-          store(scores + i * SCORE_STRIDE + p + LANES, sums[i - from][1]);
-        }
+        multiply(queries + from * stride, stride, panel, dim, {}, sums);
+        float* const to = scores + from * SCORE_STRIDE + p;
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
+          store(to + r * SCORE_STRIDE, sums[r][0][0]);
+          store(to + r * SCORE_STRIDE + LANES, sums[r][0][1]);
+        });
       });
   }
 
-  // Sets the scores that row i does not see to -inf, among `count` scores from position p on: at both ends.
-  void hide(int64_t i, int64_t p, int64_t count) {
-    float* own = scores + i * SCORE_STRIDE;
-    vf lane;
-    for (int64_t j = 0; j < LANES; j++) lane[j] = float(j);
-    const int64_t first = first_seen[i] - p, last = last_seen[i] - p;
-    const vf from = all(float(first)), to = all(float(last));
-    const auto within = [&](int64_t k, int64_t end) {
-      for (; k < end; k += LANES) {
-        const vf position = lane + float(k);
-        store(own + k, (position >= from) & (position <= to) ? load(own + k) : all(-__builtin_inff()));
-      }
-    };
-    const int64_t before = min_of(count, ceil_div(max_of(first, 0), LANES) * LANES);
-    within(0, before);
-    within(max_of(before, max_of(last + 1, 0) / LANES * LANES), count);
-  }
-
-  // Turns a row's scores into weights. correction: the factor for what has been summed so far.
-  void softmax(int64_t i, int64_t p, int64_t count) {
-    float* own = scores + i * SCORE_STRIDE;
-    const float scale = score_scale;
-    if (a.softcap)
-      for (int64_t k = 0; k < count; k += LANES)
-        store(own + k, capped(load(own + k) * float(a.scale), float(a.softcap)));
-    hide(i, p, count);
-    vf top = all(highest[i]);
-    for (int64_t k = 0; k < count; k += LANES) top = max(top, load(own + k));
-    float most_of_row = top[0];
-    for (int64_t j = 1; j < LANES; j++) most_of_row = top[j] > most_of_row ? top[j] : most_of_row;
-    // A row that has seen no position yet has no highest score. With base 0, its weights are all exp(-inf) = 0.
-    const float base = most_of_row == -__builtin_inff() ? 0 : most_of_row;
-    correction[i] = exp(all((highest[i] - base) * scale))[0];
-    highest[i] = most_of_row;
-    vf weights = {};
-    T* to = reinterpret_cast<T*>(own);
-    for (int64_t k = 0; k < count; k += LANES) {
-      const vf weight = exp((load(own + k) - base) * scale);
-      store(to + k, weight);
-      weights += weight;
+  // Turns scores from position p on into weights, in place.
+  void softmax(int64_t p, int64_t count, float* scores) {
+    for (int64_t i = 0; i < num_rows; i++) {
+      float* const own = scores + i * SCORE_STRIDE;
+      prepare_scores(*attend, own, count, first_seen[i] - p, last_seen[i] - p);
+      bases[i] = highest_score(own, count) * factor;
     }
-    total[i] = total[i] * correction[i] + weights;
+    for (int64_t i = 0; i < WHOLE_ROWS; i += LANES) {  // of several rows at once
+      const vf before = load(highest + i), now = max(before, load(bases + i));
+      store(highest + i, now);
+      store(bases + i, base_of(now));
+      store(correction + i, exp2<bf16>(before - base_of(now)));
+    }
+    for (int64_t i = 0; i < num_rows; i++)
+      total[i] = total[i] * correction[i] + to_weights<bf16, T>(scores + i * SCORE_STRIDE, count, factor, bases[i]);
   }
 
-  void weigh(const uint32_t* values, int64_t positions, int64_t count, vf* outputs) {
+  void weigh(const uint32_t* values, int64_t positions, int64_t count, const T* weights) {
     for (int64_t d = 0; d < dim; d += PANEL)
-      each_few_rows([&](int64_t from, int64_t until) {
-        vf* own = outputs + (d / PANEL * TILE_ROWS + from) * 2;
-        for (int64_t i = from; i < until; i++)
-          for (int64_t j = 0; j < 2; j++) own[(i - from) * 2 + j] *= correction[i];
-        add_tile<bf16>(until - from, reinterpret_cast<const T*>(scores) + from * WEIGHT_STRIDE, WEIGHT_STRIDE,
-                       Panel<bf16>(values + d / PANEL * positions * LANES), count, {}, own);
+      each_few_rows([&](int64_t from, auto rows) {
+        constexpr int R = rows;
+        const Panel<bf16> panel[] = {Panel<bf16>(values + d / PANEL * positions * LANES)};
+        vf* const own = outputs + (d / PANEL * TILE_ROWS + from) * 2;
+        const float* const factors = correction + from;
+        vf sums[R][1][2];
+        unroll<R * 2>([&](auto i) __attribute__((always_inline)) { sums[i / 2][0][i % 2] = own[i] * factors[i / 2]; });
+        multiply(weights + from * WEIGHT_STRIDE, WEIGHT_STRIDE, panel, count, {}, sums);
+        unroll<R * 2>([&](auto i) __attribute__((always_inline)) { own[i] = sums[i / 2][0][i % 2]; });
       });
   }
 };
+
+// Computes neighbouring tiles together, from `row` to `end`.
+inline void run_tiles(const Attend& a, int64_t seq, int64_t head, int64_t tile, int64_t end_tile,
+                      const PackedKv& packed, const uint32_t* keys, const uint32_t* values) {
+  QueryTile tiles[MOST_TILES];
+  alignas(64) float scores[TILE_ROWS * SCORE_STRIDE];
+  const int64_t count = end_tile - tile;
+  char* const memory = static_cast<char*>(thread_scratch.get(count * QueryTile::bytes(a.head_dim)));
+  for (int64_t i = 0; i < count; i++)
+    tiles[i].start(a, seq, head, (tile + i) * TILE_ROWS, memory + i * QueryTile::bytes(a.head_dim));
+  for (int64_t p = tiles[0].begin / STEP_POSITIONS * STEP_POSITIONS; p < tiles[count - 1].end; p += STEP_POSITIONS)
+    for (int64_t i = 0; i < count; i++) tiles[i].add_step(p, packed, keys, values, scores);
+  for (int64_t i = 0; i < count; i++) tiles[i].finish();
+}
+
+// Tiles per task: as many as stay in a core's cache, unless a thread would have nothing to do otherwise.
+inline int64_t tiles_together(int64_t tiles, int64_t heads, int64_t dim) {
+  const int64_t near = NEAR_TILE_BYTES / QueryTile::bytes(dim);
+  const int64_t fair = tiles * heads / (call_settings.num_threads * TASKS_PER_THREAD);
+  return max_of(1, min_of(min_of(near, MOST_TILES), fair));
+}
 
 // Processes as many heads at a time as PACKED_AT_ONCE allows.
 inline void attend_tiles(const Attend& a, int64_t seq, void* memory) {
@@ -236,12 +253,12 @@ inline void attend_tiles(const Attend& a, int64_t seq, void* memory) {
       pack(a, seq, first + head, begin + panel * PANEL, packed, packed.keys + head * head_words + panel * dim * LANES,
            packed.values + head * head_words + panel * PANEL * LANES, rows);
     });
-    parallel_for(heads * tiles, 1, [&](int64_t i) {
+    const int64_t groups = ceil_div(tiles, tiles_together(tiles, heads, dim));
+    parallel_for(heads * groups, 1, [&](int64_t i) {
       const int64_t head = i % heads,
-                    tile = tiles - 1 - i / heads;  // the last tiles see most positions: longest tasks first
-      QueryTile query(a, seq, first + head, tile * TILE_ROWS);
-      query.run(packed, packed.keys + head * head_words, packed.values + head * head_words,
-                thread_scratch.get(QueryTile::bytes(dim)));
+                    group = groups - 1 - i / heads;  // the last tiles see most positions: longest tasks first
+      run_tiles(a, seq, first + head, group * tiles / groups, (group + 1) * tiles / groups, packed,
+                packed.keys + head * head_words, packed.values + head * head_words);
     });
   }
 }

@@ -58,6 +58,17 @@ inline void force_reload(const T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
+// sum + x * y. Where all registers are in use, compilers may write the result to another register than that of the sum,
+// and then lack one.
+inline __attribute__((always_inline)) vf add_product(vf sum, vf x, vf y) {
+#if WIDTH == 32
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+  return sum;
+#else
+  return sum + x * y;
+#endif
+}
+
 // Calls f(0) to f(N - 1), each with a compile-time constant. With a loop, compilers keep arrays of sums in memory,
 // because they split arrays into registers before they unroll loops.
 template <class F, int... I>
@@ -83,7 +94,15 @@ inline __attribute__((always_inline)) void zero(vf (&v)[N][M][L]) {
   unroll<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
 }
 
-inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf max(vf a, vf b) {  // b if one of them is NaN
+#if WIDTH == 64
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif WIDTH == 32
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 inline vu rounded(vf v) {  // to bfloat16, in the high halves of the words
   const vu bits = (vu)(v != v ? all(__builtin_nanf("")) : v);
@@ -113,6 +132,20 @@ inline void store(T* to, vf v, int64_t left) {
   __builtin_memcpy(to, some, left * sizeof(T));
 }
 
+// The odd ones of bfloat16 pairs as floats. With AVX2, the mask is read from memory: sums, inputs and numbers leave no
+// register for it, and compilers would keep a sum in memory instead, of which each step would have to wait for the one
+// before.
+inline __attribute__((always_inline)) vf high_halves(vu both) {
+#if WIDTH == 32
+  alignas(WIDTH) static constexpr uint32_t MASK[LANES] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                          0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+  __asm__("vpand %1, %0, %0" : "+x"(both) : "m"(MASK));
+  return (vf)both;
+#else
+  return (vf)(both & 0xffff0000u);
+#endif
+}
+
 // Twice LANES numbers as two vectors, in the cheapest order. For bfloat16, of which a word has two, these are the even
 // and the odd elements.
 struct Pair {
@@ -123,6 +156,12 @@ inline Pair pair_of(const float* from) { return {load(from), load(from + LANES)}
 inline Pair pair_of(const bf16* from) {
   const vu both = read<vu>(from);
   return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
+}
+// One vector of a pair.
+inline vf part_of_pair(const float* from, int part) { return load(from + part * LANES); }
+inline vf part_of_pair(const bf16* from, int part) {
+  const vu both = read<vu>(from);
+  return part ? high_halves(both) : (vf)(both << 16);
 }
 template <class T>
 inline Pair pair_of(const T* from, int64_t left) {  // zeros after the end
@@ -167,6 +206,19 @@ inline float sum(vf v) {
   return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+inline float highest_of(vf v) {
+#if WIDTH == 64
+  return _mm512_reduce_max_ps((__m512)v);
+#elif WIDTH == 32
+  const __m128 halves = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pairs = _mm_max_ps(halves, _mm_movehl_ps(halves, halves));
+  return _mm_cvtss_f32(_mm_max_ss(pairs, _mm_movehdup_ps(pairs)));
+#else
+  const float first = v[0] > v[2] ? v[0] : v[2], second = v[1] > v[3] ? v[1] : v[3];
+  return first > second ? first : second;
 #endif
 }
 
@@ -216,6 +268,37 @@ inline vf exp(vf x) {
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
   return vanishes ? vf{} : p * (vf)((whole(n) + 127) << 23);
+#endif
+}
+// 2^x for x up to 126. The relative error is below 1e-7 for T = float, and below 3e-6 for bfloat16, which rounds to
+// 4e-3. Exactly 1 for 0, and exactly 0 for -inf.
+template <class T>
+inline vf exp2(vf x) {
+#if WIDTH == 64
+  x = max(all(-200.0f), x);                         // keeps NaN
+  const vf r = (vf)_mm512_reduce_ps((__m512)x, 8);  // x minus the nearest integer
+#else
+  x = max(all(-127.0f), x);
+  const vf n = (x + 12582912.0f) - 12582912.0f, r = x - n;  // n: the nearest integer
+#endif
+  vf p;
+  if constexpr (std::is_same<T, float>::value) {
+    p = all(1.3264727e-3f);
+    p = p * r + 9.6715127e-3f;
+    p = p * r + 5.5507337e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.9314698e-1f;
+  } else {
+    p = all(9.5828531e-3f);
+    p = p * r + 5.5906425e-2f;
+    p = p * r + 2.4024099e-1f;
+    p = p * r + 6.9312419e-1f;
+  }
+  p = p * r + 1.0f;
+#if WIDTH == 64
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)(x - r));
+#else
+  return p * (vf)((whole(n) + 127) << 23);  // the factor of -127 is 0
 #endif
 }
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
