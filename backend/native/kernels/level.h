@@ -58,6 +58,8 @@ namespace LEVEL {
 
 #include "level/softmax.h"
 
+#include "level/attention_steps.h"
+
 #include "level/attention.h"
 
 #include "level/prompt_attention.h"
