@@ -179,7 +179,7 @@ struct Rows {
   static inline __attribute__((always_inline)) void prefetch(const C* from, int64_t size) {
     for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
   }
-  // The i-th of N adjacent parts of SIZE numbers. Of several parts in a line, the first one requests it.
+  // The i-th of N adjacent parts of SIZE numbers. The first of several parts in a line requests it.
   template <int i, int N, int SIZE>
   static inline __attribute__((always_inline)) void prefetch_part(const C* from) {
     if constexpr (SIZE >= LINE || N % (LINE / SIZE) || i % (LINE / SIZE) == 0) prefetch(from + i * SIZE, SIZE);
