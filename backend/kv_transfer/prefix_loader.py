@@ -34,7 +34,7 @@ from backend.kv_transfer.peers import Peer, PeerRule, is_allowed
 
 PATH = "/kv_blocks"
 LOADS_MAX = 4  # at once; further ones wait within their time limit
-PAUSE_SECONDS = 10.0  # after a peer was unreachable or silent, in which requests do not wait for it
+PAUSE_SECONDS = 10.0  # after a peer failed, in which no request waits for it
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,15 @@ class Outcome(enum.Enum):
     NOT_ALLOWED = "not_allowed"  # the peer is not one of those that the operator has named
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"  # no connection, or it broke
-    PAUSED = "paused"  # the peer was unreachable or silent a moment ago, so no request was sent
+    PAUSED = "paused"  # a load from the peer failed a moment ago, so no request was sent
     REFUSED = "refused"  # the peer answered with an error
     OTHER_LAYOUT = "other_layout"  # the peer serves another model, or stores blocks in another form
     CORRUPT = "corrupt"  # a checksum did not match
     MALFORMED = "malformed"  # the response is in no known format
     ENGINE_STOPPED = "engine_stopped"
+
+
+PEERS_FAULTS = (Outcome.UNREACHABLE, Outcome.OTHER_LAYOUT, Outcome.CORRUPT, Outcome.MALFORMED)
 
 
 @dataclass(slots=True)
@@ -78,11 +81,13 @@ class _Connection:
         self._http = http.client.HTTPConnection(peer.host, peer.port, timeout=timeout_seconds)
         self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
+        self.has_begun = False
         self._stopped = False
 
     def request(self, hashes: Sequence[bytes], request_id: str) -> None:
         """Sends the request and reads the head of the response. Raises StreamFault if that has an error status."""
         self.raise_if_stopped()
+        self.has_begun = True
         self._http.connect()
         self._socket = self._http.sock
         self.raise_if_stopped()  # `stop` may have missed the socket
@@ -144,12 +149,14 @@ class PrefixLoader:
         `request` must not have been submitted yet.
         """
         transfer = Transfer(peer)
+        is_paused = asyncio.get_running_loop().time() < self._paused_until.get(peer, 0.0)
         if not is_allowed(peer, self._allowed):
             transfer.outcome = Outcome.NOT_ALLOWED
-            logger.warning("KV blocks are not loaded from %s: --kv-transfer-peers does not name it", peer)
+            if not is_paused:  # otherwise the log has it already
+                logger.warning("KV blocks are not loaded from %s: --kv-transfer-peers does not name it", peer)
+                self._pause(peer)
             return transfer
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._paused_until.get(peer, 0.0):
+        if is_paused:
             transfer.outcome = Outcome.PAUSED
             return transfer
         limit = max(0.0, min(seconds, self._seconds_max))
@@ -162,19 +169,18 @@ class PrefixLoader:
             transfer.outcome = Outcome.TIMEOUT
         finally:
             connection.stop()
-        if self._is_peers_fault(transfer, limit):
-            now = loop.time()
-            paused = {each: until for each, until in self._paused_until.items() if until > now}
-            self._paused_until = paused | {peer: now + PAUSE_SECONDS}
+        is_silent = transfer.outcome is Outcome.TIMEOUT and connection.has_begun and limit >= self._seconds_max
+        if transfer.outcome in PEERS_FAULTS or (is_silent and not transfer.num_blocks):
+            self._pause(peer)
         result = replace(transfer)  # the counts of the other one may still grow, if the thread was given up
         request.num_transferred_tokens = result.num_blocks * self._layout.block_size
         return result
 
-    def _is_peers_fault(self, transfer: Transfer, limit: float) -> bool:
-        """Whether other requests would wait for the peer without success, too."""
-        if transfer.outcome is Outcome.TIMEOUT:
-            return not transfer.num_blocks and limit >= self._seconds_max
-        return transfer.outcome is Outcome.UNREACHABLE
+    def _pause(self, peer: Peer) -> None:
+        """Keeps other requests from waiting for the peer without success."""
+        now = asyncio.get_running_loop().time()
+        paused = {each: until for each, until in self._paused_until.items() if until > now}
+        self._paused_until = paused | {peer: now + PAUSE_SECONDS}
 
     def _load(self, request: Request, transfer: Transfer, connection: _Connection) -> Outcome:
         """Runs on a thread, and adds to the counts of `transfer`. `load` may not wait for its result."""

@@ -254,6 +254,9 @@ async def test_no_request_waits_for_a_peer_that_was_silent_a_moment_ago(
     assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.PAUSED
     with peer(_error(loader, blocks)) as other:
         assert (await loader.load(request_of(), other, LONG)).outcome is Outcome.REFUSED
+    with peer(_other_model(loader, blocks)) as other:
+        for expected in (Outcome.OTHER_LAYOUT, Outcome.PAUSED):
+            assert (await loader.load(request_of(), other, LONG)).outcome is expected
     monkeypatch.setattr(prefix_loader, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(loader, "_seconds_max", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -284,11 +287,27 @@ async def test_a_request_that_is_given_up_closes_the_connection(loader: PrefixLo
         assert await asyncio.to_thread(ended.wait, LONG)
 
 
-async def test_without_a_listener_and_without_permission_nothing_is_loaded(loader: PrefixLoader) -> None:
+async def test_a_peer_is_not_blamed_for_a_busy_engine(
+    engine: AsyncEngine, loader: PrefixLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_seconds_max", 0.05)
+    released = Event()
+    busy = engine.call(lambda: released.wait(LONG))
+    for _ in range(2):
+        assert (await loader.load(request_of(), Peer("127.0.0.1", 1), LONG)).outcome is Outcome.TIMEOUT
+    released.set()
+    assert await asyncio.wrap_future(busy)
+
+
+async def test_without_a_listener_and_without_permission_nothing_is_loaded(
+    loader: PrefixLoader, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     assert (await loader.load(request_of(), Peer("127.0.0.1", port), LONG)).outcome is Outcome.UNREACHABLE
-    assert (await loader.load(request_of(), Peer("localhost", port), LONG)).outcome is Outcome.NOT_ALLOWED
+    for _ in range(2):
+        assert (await loader.load(request_of(), Peer("localhost", port), LONG)).outcome is Outcome.NOT_ALLOWED
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "the second one is not logged"
 
 
 async def test_a_cached_prompt_asks_no_peer(engine: AsyncEngine, loader: PrefixLoader) -> None:
