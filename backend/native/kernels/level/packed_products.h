@@ -41,7 +41,8 @@ inline int64_t even_part(int64_t count, int64_t most, int64_t unit) {
   return ceil_div(ceil_div(count, ceil_div(count, most)), unit) * unit;
 }
 
-// Memory to prefetch while multiplying: `lines` cache lines with every STRIDE_STEPS steps, into L2, because L1 is full.
+// Memory to prefetch while multiplying: `lines` cache lines with every STRIDE_STEPS steps. Panels of pairs are
+// prefetched into L2, because L1 is full.
 struct Prefetch {
   const char* from = nullptr;
   int64_t lines = 0;
