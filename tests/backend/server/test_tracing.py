@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ from backend.server.tracing import EnginePhaseTimings, RequestTrace, Tracer, otl
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
-TIMINGS = EnginePhaseTimings(1_000, 1_100, 1_200, 1_500, 1_900, 2_000)
+TIMINGS = EnginePhaseTimings(1_000, 0, 1_100, 1_200, 1_500, 1_900, 2_000)
 NAMES = ["engine.tokenize", "engine.queue", "engine.prefill", "engine.decode", "engine.detokenize"]
 
 
@@ -35,7 +36,7 @@ def record(
 ) -> list[ReadableSpan]:
     kept = RecordingProcessor()
     headers = {"traceparent": traceparent} if traceparent else {}
-    Tracer(kept).record(RequestTrace(timings, headers, {"a": 1}, {"p": 2}, {"d": 3}, error))
+    Tracer(kept).record(RequestTrace(timings, headers, {"a": 1}, {"l": 4}, {"p": 2}, {"d": 3}, error))
     return kept.spans
 
 
@@ -77,14 +78,20 @@ def test_a_failure_marks_the_request() -> None:
 
 
 def test_a_request_that_never_ran_has_the_phases_that_it_reached() -> None:
-    timings = EnginePhaseTimings(1_000, 1_100, 0, 0, 0, 2_000)
+    timings = EnginePhaseTimings(1_000, 0, 1_100, 0, 0, 0, 2_000)
     assert phases(timings) == [("engine.tokenize", 1_000, 1_100), ("engine.queue", 1_100, 2_000)]
 
 
-@given(st.lists(st.integers(0, 100), min_size=4, max_size=4), st.integers(1, 50), st.integers(0, 50))
+def test_a_load_of_blocks_is_a_phase_of_its_own() -> None:
+    *children, _ = record(timings=replace(TIMINGS, loading_ns=1_050))
+    assert [child.name for child in children] == ["engine.tokenize", "engine.kv_load", *NAMES[1:]]
+    assert children[1].attributes == {"l": 4}
+    assert (children[1].start_time, children[1].end_time) == (1_050, 1_100)
+
+
+@given(st.lists(st.integers(0, 100), min_size=5, max_size=5), st.integers(1, 50), st.integers(0, 50))
 def test_phases_always_add_up_to_the_request(middle: list[int], received: int, length: int) -> None:
-    submitted, scheduled, first, last = middle
-    found = phases(EnginePhaseTimings(received, submitted, scheduled, first, last, received + length))
+    found = phases(EnginePhaseTimings(received, *middle, received + length))
     assert found[0][1] == received
     assert found[-1][2] == received + length
     assert all(start <= end for _, start, end in found)
@@ -120,7 +127,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 def test_a_collector_receives_the_tree() -> None:
     with collector() as (url, received):
         tracer = otlp_tracer(url)
-        tracer.record(RequestTrace(TIMINGS, {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}, {}, {}, {}))
+        tracer.record(RequestTrace(TIMINGS, {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}, {}, {}, {}, {}))
         tracer.shutdown()
     spans = [s for batch in received for r in batch.resource_spans for scope in r.scope_spans for s in scope.spans]
     assert [span.name for span in spans] == [*NAMES, "engine.request"]
