@@ -193,7 +193,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     Parts of a bucket: `reasoning` and `audio_output` of `output`, `audio_input` of `input_uncached`, `cache_write_1h`
     of `cache_write` (cached for an hour instead of minutes), `remainder` of `output` (only the vendor's total has it).
-    `units` are no tokens, but searches for example, in thousandths. `exact`: the engine that did the work has counted.
+    `units` are not tokens but, for example, searches, in thousandths. If `exact` is false, the counts are an estimate.
     """
 
     input_uncached: int = 0
@@ -239,7 +239,8 @@ class PhaseTimings:
     def between(self, phase: str, later: str) -> int:
         """Nanoseconds from the start of one phase to the start of a later one; 0 if either was not entered."""
         at = dict(self.phases)
-        return max(0, at[later] - at[phase]) if phase in at and later in at else 0
+        lasted = at[later] - at[phase] if phase in at and later in at else 0
+        return lasted if lasted > 0 else 0
 
     def end(self) -> None:
         self.ended_ns = self.now_ns()

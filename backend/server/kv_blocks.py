@@ -40,12 +40,16 @@ class KvBlocksEndpoint(Endpoint):
         self._blocks = transfer.blocks
         self._layout = transfer.layout
         self._metrics = transfer.metrics
+        # Of the longest prompt. More would be repeated hashes, whose lookup would delay the engine's steps.
+        self._hashes_max = components.model.max_model_len // transfer.layout.block_size
         self._num_streams = 0
         self.closing = closing
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
         if not body or len(body) % HASH_BYTES:
             raise InvalidRequest(f"The body must be hashes of {HASH_BYTES} bytes each.")
+        if len(body) > self._hashes_max * HASH_BYTES:
+            raise InvalidRequest(f"The body has more than {self._hashes_max} hashes, those of the longest prompt.")
         if self._num_streams >= STREAMS_MAX:
             raise Unavailable(f"{STREAMS_MAX} engines load blocks already.")
         self._num_streams += 1

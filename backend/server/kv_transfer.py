@@ -72,15 +72,24 @@ def response_params(
     """
     if transfer is None or request.kv_transfer_params is None or not request.kv_transfer_params.do_remote_decode:
         return {}
-    address = urlsplit(f"//{headers.get('host', '')}")
+    host, port = _address(headers.get("host", ""))
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": transfer.engine_id,
         "remote_request_id": request_id,
         "remote_block_ids": [],  # blocks are found by hash
-        "remote_host": address.hostname,
-        "remote_port": address.port or HTTP_PORT,
+        "remote_host": host,
+        "remote_port": port,
         "tp_size": 1,
     }
     return {FIELD: params}
+
+
+def _address(host_header: str) -> tuple[str | None, int]:
+    """The host and port of a Host header. No host if the port is impossible or the address malformed."""
+    try:
+        address = urlsplit(f"//{host_header}")
+        return address.hostname, address.port or HTTP_PORT
+    except ValueError:
+        return None, HTTP_PORT

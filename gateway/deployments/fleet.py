@@ -149,7 +149,7 @@ class Fleet:
         return known
 
     def note_queued(self, model: Model, calls: int) -> None:
-        """So many calls for the model wait in the queue."""
+        """Note how many calls for the model wait in the queue. Routing counts them as delayed."""
         for deployment in self.deployments_of(model)[:1]:  # all have the same traffic
             queued = deployment.estimate.traffic.queued
             queued[model.name] = calls

@@ -19,7 +19,7 @@ class BusyTime:
         self.noted_at = 0.0
 
     def note(self, now: float, prompts: float) -> None:
-        """So many prompts have been computed or have waited since the last call, which may not be a whole number."""
+        """Add the time since the last call, in which so many prompts (perhaps a fraction) were computed or waited."""
         kept = math.exp((self.noted_at - now) / MEAN_SECONDS)
         self.noted_at = now
         self.share *= kept

@@ -200,7 +200,7 @@ class QueueScheduler(Generic[W]):
                 self._credits = {each: credit for each, credit in self._credits.items() if each[2] != key[2]}
 
     def _count(self, model: Model, change: int) -> None:
-        """So many calls more are queued. The router considers how many calls wait."""
+        """Add to the number of queued calls, and tell the router, which considers how many wait."""
         self.waiting += change
         self._waiting_by_model[model.name] += change
         self._fleet.note_queued(model, self._waiting_by_model[model.name])

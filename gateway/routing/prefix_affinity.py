@@ -17,9 +17,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
     popular     the uncached part of a beginning with which more calls begin than the deployments that have it cached
                 should serve (`gateway/prefix/popularity.py`). Each of the `users` of one more copy pays its share
     own         the rest of the prompt's uncached part
-    pressure    how many seconds a second of computation delays the calls behind it: utilisation / (1 - utilisation) of
-                all deployments, but at most as many calls as wait while one computes (`FleetTraffic.pressure`). What is
-                evicted may be computed anywhere, later
+    pressure    how many seconds a second of computation delays later calls: utilisation / (1 - utilisation) of all
+                deployments, but at most as many calls as wait while one computes (`FleetTraffic.pressure`)
     delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean of a prompt): the
                 longer it stays busy, the more calls arrive meanwhile, and wait. An idle one delays no other call, so
                 conversations that evict each other part. The fleet counts, too: in the long run all are equally busy

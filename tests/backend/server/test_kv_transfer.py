@@ -295,8 +295,10 @@ def test_what_a_server_does_not_do_is_rejected_by_name(
 def test_blocks_are_served_only_by_an_engine_that_was_told_to(prefill: RunningServer, decode: RunningServer) -> None:
     assert httpx2.post(f"{decode.url}/kv_blocks", content=bytes(32)).status_code == 404
     assert httpx2.get(f"{prefill.url}/kv_blocks").status_code == 405
-    for body in (b"", bytes(33)):
+    longest = httpx2.get(f"{prefill.url}/v1/models").json()["data"][0]["max_model_len"] // BLOCK_TOKENS
+    for body in (b"", bytes(33), bytes(32 * (longest + 1))):
         assert httpx2.post(f"{prefill.url}/kv_blocks", content=body).status_code == 400
+    assert httpx2.post(f"{prefill.url}/kv_blocks", content=bytes(32 * longest)).status_code == 200
     unknown = httpx2.post(f"{prefill.url}/kv_blocks", content=bytes(64))
     assert unknown.headers["content-type"] == "application/octet-stream"
     assert unknown.content.startswith(b"WPKV") and unknown.content.endswith(bytes(4))
@@ -316,3 +318,10 @@ def test_a_load_has_a_span_of_its_own(prefill: RunningServer, start_server: Star
     assert load["warmpath.kv_load.bytes"] == FULL_TOKENS // BLOCK_TOKENS * 2 * 2 * BLOCK_TOKENS * 2 * 16 * 4
     assert attributes(spans["engine.prefill"])["warmpath.prefill.cached_tokens"] == FULL_TOKENS
     assert spans["engine.kv_load"].end_time_unix_nano == spans["engine.queue"].start_time_unix_nano
+
+
+def test_a_host_header_with_an_impossible_port_names_no_host(prefill: RunningServer) -> None:
+    body = {"prompt": PROMPT[:40], **ANSWER, "kv_transfer_params": FOR_ANOTHER}
+    reply = httpx2.post(f"{prefill.url}/v1/completions", json=body, headers={"host": "x:99999"})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["kv_transfer_params"]["remote_host"] is None
