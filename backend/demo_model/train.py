@@ -82,7 +82,7 @@ def train_tokenizer(seed: int, conversations: int = 20_000) -> PreTrainedTokeniz
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
         pad_token=END_OF_TEXT,

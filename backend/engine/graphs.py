@@ -75,7 +75,7 @@ class CudaCapture(GraphCapture):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: DecodeStep, size: int) -> DecodeStep:

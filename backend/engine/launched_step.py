@@ -57,7 +57,7 @@ class LaunchedStep:
         self._offset, self._results = offset, results
         self._host = host[: len(chosen)]
         self._host.copy_(chosen, non_blocking=True)
-        self._done = torch.cuda.Event() if chosen.is_cuda else None  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event() if chosen.is_cuda else None
         if self._done:
             self._done.record()
 

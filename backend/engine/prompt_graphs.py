@@ -97,7 +97,7 @@ class PromptGraphs:
                 zeros(4, self.max_tokens, dtype=torch.int64, on_host=True),
                 _Lists.of(zeros(num_lists, dtype=torch.int32, on_host=True), num_seqs),
                 zeros(num_seqs, width, dtype=torch.int32, on_host=True),
-                torch.cuda.Event() if is_cuda else None,  # type: ignore[no-untyped-call]
+                torch.cuda.Event() if is_cuda else None,
             )
             for _ in range(NUM_BUFFERS)
         ]

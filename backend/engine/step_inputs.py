@@ -41,7 +41,7 @@ class StepInputs:
         self._hosts = [
             torch.zeros((NUM_ROWS, self.width), dtype=torch.int64, pin_memory=is_cuda) for _ in range(NUM_BUFFERS)
         ]
-        self._copied = [torch.cuda.Event() for _ in self._hosts] if is_cuda else []  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if is_cuda else []
         self._current = 0
 
     def row(self, row: int, size: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -92,8 +92,7 @@ class ModelDirectory(ModelFiles):
     ) -> int:
         with ExitStack() as files:
             shapes: dict[str, list[int]] = {
-                name: file.get_slice(name).get_shape()  # type: ignore[no-untyped-call]
-                for name, file in self._open(files).items()
+                name: file.get_slice(name).get_shape() for name, file in self._open(files).items()
             }
             plain = plain_shapes(self._of_language_model(shapes), self._quantization)
             return bytes_of_weights(plain, dtype, linear_bits)

@@ -119,7 +119,7 @@ class Recorder:
         return result, Program(self._callers[0], operations, marks, result, self._memory)
 
 
-class _DispatchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DispatchWatch(TorchDispatchMode):
     """Watches all operations of torch in this thread, and allocates their results from the recorder's memory."""
 
     def __init__(self, memory: _Memory) -> None:

@@ -38,9 +38,7 @@ IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 def torch_has_products() -> bool:
     """Whether torch uses this CPU's bfloat16 instructions for matrix multiplications."""
-    return torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class NativeOps(KernelOps):

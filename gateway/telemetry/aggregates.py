@@ -124,7 +124,7 @@ class LabelledHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
+        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
         for labels, series in self._series.items():
             series.fill_buckets()
             cumulative = zip(bounds, itertools.accumulate(series.counts), strict=True)

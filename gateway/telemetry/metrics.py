@@ -45,7 +45,7 @@ CURRENCY_UNITS_PER_ATOM = 10.0**-ATOM_DECIMALS
 _HEDGE_LOST = "hedge_lost"  # the outcome of a cancelled hedge attempt (`gateway.routing.attempt_log`)
 
 # Without this, each series has a second one with its creation time. Prometheus ignores that one in the text format.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+disable_created_metrics()
 
 
 class _RequestSeries(msgspec.Struct, frozen=True):
@@ -115,7 +115,7 @@ class Metrics:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics as text, and the content type: OpenMetrics with exemplars if `accept` names it."""
         if OPENMETRICS_TYPE in accept:
-            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
+            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:

@@ -19,9 +19,9 @@ import yaml
 
 from gateway.auth.authenticator import Authenticator
 from gateway.background import BackgroundCanonicaliser, BackgroundService
-from gateway.billing.ledger import Correction, Ledger, UnbilledWork
+from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.chain import segments
-from gateway.billing.ledger.rows import complete_receipt
+from gateway.billing.ledger.rows import AppendedRow, complete_receipt
 from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import CrashRecovery
 from gateway.billing.settler import Settler
@@ -37,7 +37,6 @@ from gateway.idempotency import Idempotency
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.mirroring import Mirroring
-from gateway.policy import Deployment
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
@@ -50,7 +49,8 @@ from gateway.serve import Components, handle, serve
 from gateway.storage.base import Charge, Document, Grant, Rejection
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
-from gateway.types import Call, Operation, Receipt
+from gateway.types import Call, Operation
+from tests.gateway.silent_provider import SilentProvider
 
 KEY = "wp-dev-0123456789abcdef"
 PEPPER = "pepper"
@@ -136,7 +136,7 @@ class ScriptedResponse(UpstreamResponse):
             await self.slow_to_close.wait()
 
 
-class ScriptedProvider:
+class ScriptedProvider(SilentProvider):
     """A provider whose responses send `script` at once; without a script, the test fills each response."""
 
     has_usage_records = True
@@ -152,20 +152,11 @@ class ScriptedProvider:
         self.asked_for: list[str] = []  # request ids
         self.record_may_come: asyncio.Event | None = None
 
-    def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        return None
-
-    def render(self, call: Call) -> bytes:
-        return b""
-
     async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         reply = ScriptedResponse(call)
         self.replies.append(reply)
         reply.say(*self.script)
         return reply
-
-    async def healthy(self) -> bool:
-        return True
 
     async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         self.asked_for_records.set()
@@ -310,7 +301,7 @@ class FaultyLedger(Ledger):
     fault_ahead = False
     has_failed = False
 
-    def append(self, row: Receipt | UnbilledWork | Correction) -> None:
+    def append(self, row: AppendedRow) -> None:
         if self.fault_ahead:
             self.has_failed = True
             raise LedgerUnavailable("the disk is full")
@@ -338,8 +329,7 @@ class Rig:
         self.telemetry = RecordingTelemetry()
         self.policy_file = directory / "policy.yaml"
         self.write_policy(policy)
-        provider: Callable[[Deployment], ScriptedProvider] = lambda deployment: self.servers[deployment.name]  # noqa: E731
-        self.fleet = Fleet(provider)
+        self.fleet = Fleet(lambda deployment: self.servers[deployment.name])
         self.ledger = FaultyLedger(directory / "ledger", "r")
         self.ledger_directory = directory / "ledger" / "r"
         limiter = Limiter(self.storage, LIMITS)

@@ -94,7 +94,7 @@ async def test_a_stored_response_and_one_that_continues_it(threads: Threads, tmp
 async def test_a_prompt_with_the_systems_own_prompt(threads: Threads) -> None:
     """The deployment's fields are added where the request is rendered."""
     deployment = Deployment(name="d", base_url="http://d.invalid/v1", model="x", system_prompt="Be kind.")
-    adjusted = AdjustedProvider(ScriptedProvider(), deployment)  # type: ignore[arg-type]
+    adjusted = AdjustedProvider(ScriptedProvider(), deployment)
     seen: list[str] = []
     adjusted.adjust = lambda call: seen.append(threading.current_thread().name) or call  # type: ignore
     call = msgspec.structs.replace(a_call(), large=True)

@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy.traffic import Floor
 from gateway.providers import make_provider, openai
 from gateway.providers.base import UpstreamResponse
@@ -91,11 +92,11 @@ async def test_a_slot_that_becomes_free_meanwhile() -> None:
     fleet.apply(policy)
     queue = Queue(fleet)
 
-    def a_waiting_call() -> object:
-        return queue.acquire_slot(a_call(policy=policy, now=asyncio.get_running_loop().time()))
+    async def slot() -> SlotPermit:
+        return await queue.acquire_slot(a_call(policy=policy, now=asyncio.get_running_loop().time()))
 
-    with await a_waiting_call():  # type: ignore[misc]
-        waiting = asyncio.create_task(a_waiting_call())  # type: ignore[arg-type]
+    with await slot():
+        waiting = asyncio.create_task(slot())
         await asyncio.sleep(0.05)
         stall()
         await asyncio.sleep(0.05)
@@ -123,6 +124,9 @@ async def test_an_answer_that_keeps_the_floor() -> None:
             stall()
             await asyncio.sleep(0)
             return event
+
+        async def aclose(self) -> None:
+            pass
 
     event = b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": "a"}}]}).encode() + b"\n\n"
     floor = Floor(chunks=3, within=LIMIT_SECONDS)

@@ -20,9 +20,9 @@ class Away(MemoryStorage):
 
 def archive_of(response_store: ResponseStore, responses: Responses) -> TenantResponses:
     policy = a_policy().model_copy(update={"responses": responses})
-    responses = response_store.of(policy.tenants[0], policy)
-    assert responses is not None
-    return responses
+    archive = response_store.of(policy.tenants[0], policy)
+    assert archive is not None
+    return archive
 
 
 async def test_what_is_kept_is_kept_for_so_long() -> None:

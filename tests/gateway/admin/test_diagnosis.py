@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from gateway.admin import diagnosis
 from gateway.admin.diagnosis import MAX_QUEUED, DiagnosisEndpoint
+from gateway.diagnosis import read_summaries
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.policy.file import PolicyHolder
 from gateway.server.policy_checks import IN_SERVICE
@@ -158,7 +159,7 @@ async def test_one_report_at_a_time_is_made_in_a_thread_and_few_requests_wait(
 ) -> None:
     DiagnosisRig(tmp_path / "data" / "diagnosis").call(chat())
     app, read, may_go_on = application(tmp_path), [0], threading.Event()
-    original = diagnosis.read_summaries
+    original = read_summaries
 
     def slow(folder: Path) -> Any:
         read[0] += 1

@@ -43,7 +43,9 @@ def path_of(request: str) -> tuple[str, str]:
 def test_every_route_has_a_permission(tmp_path: Path) -> None:
     routes = [each for each in Desk(tmp_path).admin._routed.routes if isinstance(each, Route)]
     served = {
-        f"{method} {route.path.replace(':path', '')}" for route in routes for method in (route.methods or ()) - {"HEAD"}
+        f"{method} {route.path.replace(':path', '')}"
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
     }
     elsewhere = {  # not among the routes of this test
         "GET /admin/metrics", "GET /admin/policy", "GET /admin/calls", "GET /admin/diagnosis",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from gateway.background import follower, run
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(follower, "POLL_SECONDS", 0.01)
     monkeypatch.setattr("gateway.background.service.POLL_SECONDS", 0.01)
-    return

@@ -7,8 +7,7 @@ from gateway.batches import worker as worker_module
 from gateway.batches.records import Batch, BatchStatus
 from gateway.batches.worker import LEASE_SECONDS, BatchWorker
 from gateway.core.errors import StorageUnavailable
-from tests.gateway.batches.bench import Bench, a_bench, ask
-from tests.gateway.batches.test_run import reply_of
+from tests.gateway.batches.bench import Bench, a_bench, ask, reply_of
 from tests.gateway.harness import answer
 
 
@@ -100,11 +99,11 @@ async def test_a_lease_is_extended_while_a_batch_runs_and_a_cancelled_batch_is_s
         worker.wake()
         for _ in range(1000):
             extended = await bench.store.batch(batch.id)
-            assert extended
+            assert extended is not None
             if extended.leased_until > bench.now + 1:
                 break
             await asyncio.sleep(0.001)
-        assert extended.leased_until == bench.now + LEASE_SECONDS
+        assert extended is not None and extended.leased_until == bench.now + LEASE_SECONDS
         await bench.store.update(batch.id, lambda each: each.cancelling(bench.now))
         worker.wake()
         await until_status(bench, batch.id, BatchStatus.CANCELLED)

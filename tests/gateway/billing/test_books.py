@@ -53,9 +53,9 @@ async def test_a_correction_of_a_closed_month_is_billed_in_the_open_one(tmp_path
 async def test_credits_and_adjustments_have_an_author_and_a_reason(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [receipt("2026-11", "5")])
     books = Books(tmp_path)
-    kept = {"period": "2026-11", "reason": "outage", "author": "ann", "now": JANUARY}
-    await books.adjust("acme", Decimal("-1.5"), "USD", kind="credit", **kept)  # type: ignore[arg-type]
-    await books.adjust("acme", Decimal("0.25"), "EUR", kind="adjustment", **kept)  # type: ignore[arg-type]
+    kept: dict[str, Any] = {"period": "2026-11", "reason": "outage", "author": "ann", "now": JANUARY}
+    await books.adjust("acme", Decimal("-1.5"), "USD", kind="credit", **kept)
+    await books.adjust("acme", Decimal("0.25"), "EUR", kind="adjustment", **kept)
     (statement,) = Books(tmp_path).statements("2026-11")
     assert statement.total == {"EUR": "0.25", "USD": "3.5"}
     assert [(line.kind, line.description, line.author) for line in statement.lines[1:]] == [
@@ -63,9 +63,9 @@ async def test_credits_and_adjustments_have_an_author_and_a_reason(tmp_path: Pat
     ]  # fmt: skip
     await close(tmp_path, "2026-11")
     with pytest.raises(BooksError, match="is closed"):
-        await Books(tmp_path).adjust("acme", Decimal(-1), "USD", kind="credit", **kept)  # type: ignore[arg-type]
+        await Books(tmp_path).adjust("acme", Decimal(-1), "USD", kind="credit", **kept)
     with pytest.raises(BooksError, match="below zero"):
-        await Books(tmp_path).adjust("acme", Decimal(1), "USD", kind="credit", **{**kept, "period": "2026-12"})  # type: ignore[arg-type]
+        await Books(tmp_path).adjust("acme", Decimal(1), "USD", kind="credit", **{**kept, "period": "2026-12"})
     (line,) = summarise(tmp_path)
     assert line.cost == {"USD": Decimal(5)}, "usage is what was used"
     assert verify(tmp_path).broken is None

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.billing.forecast import forecast_costs, forecast_month
+from gateway.types import Receipt
 from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
 DAY = timedelta(days=1)
@@ -39,7 +40,7 @@ def test_a_new_tenant_is_not_taken_for_one_that_spends_little() -> None:
 
 def test_at_the_first_minute_of_a_month_only_the_weekdays_are_known() -> None:
     costs = {date(2026, 10, day): Decimal(3) for day in range(1, 32)}
-    assert forecast_costs(costs, datetime(2026, 11, 1, tzinfo=UTC)) == (0, None, 90)
+    assert forecast_costs(costs, datetime(2026, 11, 1, tzinfo=UTC)) == (Decimal(0), None, Decimal(90))
 
 
 @given(st.lists(st.decimals(0, 1000, places=6), min_size=40, max_size=40), st.integers(0, 1439))
@@ -53,15 +54,15 @@ def test_no_forecast_is_below_what_was_spent(costs: list[Decimal], minute: int) 
 
 
 def test_the_ledger_is_grouped_and_other_months_only_teach(tmp_path: Path) -> None:
-    def receipt(day: date, tenant: str, cost: str) -> object:
+    def receipt(day: date, tenant: str, cost: str) -> Receipt:
         when = f"{day.isoformat()}T01:00:00.000000Z"
         return a_receipt(tenant=tenant, started=when, finished=when, cost=cost)
 
     days = [date(2026, 10, 25) + ahead * DAY for ahead in range(22)]
     rows = [receipt(day, tenant, cost) for day in days for tenant, cost in (("a", "1"), ("b", "2"))]
-    write_chain(tmp_path / "replica", rows)  # type: ignore[arg-type]
+    write_chain(tmp_path / "replica", rows)
     found = {each.group["tenant"]: each for each in forecast_month(tmp_path, now=NOON)}
-    assert (found["a"].spent, found["a"].by_weekday) == (15, Decimal("29.5"))
-    assert (found["b"].spent, found["b"].by_weekday, found["b"].currency) == (30, 59, "USD")
+    assert (found["a"].spent, found["a"].by_weekday) == (Decimal(15), Decimal("29.5"))
+    assert (found["b"].spent, found["b"].by_weekday, found["b"].currency) == (Decimal(30), Decimal(59), "USD")
     (only,) = forecast_month(tmp_path, now=NOON, by=("model",), only={"tenant": ["a"]})
-    assert (only.group, only.spent) == ({"model": "gpt-4o"}, 15)
+    assert (only.group, only.spent) == ({"model": "gpt-4o"}, Decimal(15))

@@ -182,7 +182,8 @@ def test_what_a_server_said_is_quoted_on_one_short_line() -> None:
 
 
 def finds(call: Call, *, received: int = 0, added: int = ADDED_PROMPT_TOKENS, **counts: int) -> str | None:
-    reported = ReportedUsage(**{"prompt": 9, "output": 2, **counts})
+    given: dict[str, Any] = {"prompt": 9, "output": 2, **counts}
+    reported = ReportedUsage(**given)
     return find_implausible(call, reported, received_tokens=lambda: received, added_prompt_tokens=added)
 
 

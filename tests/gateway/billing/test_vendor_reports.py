@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gateway.billing import vendor_reports
-from gateway.billing.ledger.rows import UnbilledWork
+from gateway.billing.ledger.rows import Row, UnbilledWork
 from gateway.billing.vendor_reports import (
     VENDORS,
     DayCounts,
@@ -63,7 +63,7 @@ def test_all_pages_of_a_report_are_read(vendor: str) -> None:
 def ledger(tmp_path: Path) -> Path:
     """What the gateway knows of the vendor's days: receipts with terms, unbilled work, and calls of no interest."""
     known = {"deployment": "hosted", "reasoning": 0, "cache_write": 6, "input_uncached": 30}
-    rows = [
+    rows: list[Row] = [
         a_receipt(**known, finished="2026-11-19T23:59:59.999999Z"),
         a_receipt(
             **known, finished="2026-11-22T10:00:00.000000Z", list_cost="0.09", cost="0.18", currency="EUR",

@@ -128,7 +128,7 @@ def test_up_names_the_owner_of_the_engines_port_and_a_free_port(warmpath: Warmpa
     with a_server(b"ok") as root:
         port = int(root.rpartition(":")[2])
         policy = tmp_path / "policy.yaml"
-        policy.write_text(up.UpSettings().policy.read_text().replace("127.0.0.1:8081", f"127.0.0.1:{port}"))
+        policy.write_text(UpSettings().policy.read_text().replace("127.0.0.1:8081", f"127.0.0.1:{port}"))
         result = warmpath("up", "--policy", str(policy), "--port", "0", WARMPATH_ADMIN_PORT="0")
     assert result.exit_code == 2
     assert f"port {port} of the engine is taken by process {os.getpid()} (" in result.stderr

@@ -7,6 +7,7 @@ import csv
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -301,12 +302,12 @@ def test_the_month_in_progress_is_forecast(tmp_path: Path) -> None:
 
 
 def test_unbilled_attempts_are_summed(tmp_path: Path) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "call_id": "req_1", "attempt": 1, "tenant": "acme", "key_id": "k", "model_asked": "m", "deployment": "a",
         "started": "2026-11-20T10:00:00.000001Z", "finished": "2026-11-20T10:00:01.000001Z", "cache_read": 0,
         "cache_write": 0, "reasoning": 0, "trace_id": "0" * 32,
     }  # fmt: skip
-    lost = {
+    lost: dict[str, Any] = {
         "outcome": "hedge_lost",
         "exact": False,
         "input_uncached": 10,
@@ -314,7 +315,9 @@ def test_unbilled_attempts_are_summed(tmp_path: Path) -> None:
         "cost": "0.5",
         "currency": "USD",
     }
-    failed = {"outcome": "status_503", "exact": False, "input_uncached": 0, "output": 0, "cost": "0", "currency": None}
+    failed: dict[str, Any] = {
+        "outcome": "status_503", "exact": False, "input_uncached": 0, "output": 0, "cost": "0", "currency": None,
+    }  # fmt: skip
     rows = [UnbilledWork(event_id=new_event_id(), **fields, **more) for more in (lost, lost, failed)]
     write_chain(tmp_path / "replica", rows)
     first, second = json.loads(usage(tmp_path, "unbilled", "--json").stdout)

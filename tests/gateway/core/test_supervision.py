@@ -73,9 +73,9 @@ async def test_a_run_that_lasts_ends_the_failures(monkeypatch: pytest.MonkeyPatc
     supervisor, work = Supervisor(), Work(failures=5)
     task = supervisor.start("a task", work)
     await in_time(work.running.wait())
-    assert task.is_down
+    assert (task.is_down, supervisor.down()) == (True, {"a task": "ValueError"})
     monkeypatch.setattr(supervision, "STABLE_SECONDS", 0.0)
-    assert not task.is_down and supervisor.down() == {}
+    assert (task.is_down, supervisor.down()) == (False, {})
     await in_time(task.cancel())
 
 

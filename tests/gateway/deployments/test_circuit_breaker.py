@@ -79,7 +79,7 @@ def test_retry_after_is_respected_within_a_bound() -> None:
 
 def test_slots_return_slowly_after_an_opening() -> None:
     breaker = open_breaker()
-    assert breaker.slot_share(0.0) == 1.0 and breaker.recovered_at is None
+    assert (breaker.slot_share(0.0), breaker.recovered_at) == (1.0, None)
     now = breaker.next_try_at
     breaker.admit(now)
     breaker.succeeded(now)

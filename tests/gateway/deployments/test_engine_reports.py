@@ -18,6 +18,7 @@ from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Policy, Secret
+from gateway.prefix.engine_load import read_engine_load
 from gateway.prefix.fingerprint import fingerprint
 from gateway.providers.offline import OfflineProvider
 from gateway.providers.transport import HTTPTransport
@@ -203,7 +204,7 @@ async def test_an_absurd_capacity_is_not_learned(metrics: str, capacity: str, mo
 async def test_reading_metrics_is_restarted_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_reports, "METRICS_SECONDS", 0.001)
     monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.001)
-    read, failures = engine_reports.read_engine_load, 2
+    read, failures = read_engine_load, 2
 
     def failing(text: str) -> Any:
         nonlocal failures

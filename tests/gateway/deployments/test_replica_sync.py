@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -255,7 +256,7 @@ async def test_through_a_storage(stores: list[Storage]) -> None:
 
 
 class UnavailableStorage:
-    is_shared = True
+    is_shared: ClassVar = True
     exchanges = 0
     is_back = False
 

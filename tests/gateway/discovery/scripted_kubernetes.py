@@ -101,9 +101,9 @@ class ScriptedKubernetes:
             _reply(writer, 410, {"kind": "Status", "code": 410, "message": "too old resource version"})
             return True
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        for at, event in self.history:
+        for at, earlier in self.history:
             if at > version:
-                events.put_nowait(event)
+                events.put_nowait(earlier)
         self.watchers.append(events)
         self.changed.set()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")

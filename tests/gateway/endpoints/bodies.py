@@ -170,7 +170,7 @@ responses_bodies = st.fixed_dictionaries(
 
 # Mutations
 
-junk = st.sampled_from(
+junk: st.SearchStrategy[Any] = st.sampled_from(
     (None, True, -1, 1.5, 10**30, "", "x", "\ud800", [], {}, [[]], [None], {"type": "x"}, {"type": 5})
 )
 

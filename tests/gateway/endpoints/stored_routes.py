@@ -39,4 +39,4 @@ async def send(api: StoredObjectsApi, client: Client, query: str = "") -> None:
     """Send a client's request to the routes of an API."""
     app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
     client.scope["query_string"] = query.encode()
-    await app(client.scope, client.receive, client.send)  # type: ignore[arg-type]
+    await app(client.scope, client.receive, client.send)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +232,8 @@ async def test_a_turn_follows_the_turns_that_it_has_read_even_if_the_clock_is_be
     async with a_rig(tmp_path, responses=STORED) as rig:
         name = await create(rig, said("one"))
         rig.script(answer("hi"))
-        real = conversations.time.time_ns
-        monkeypatch.setattr(conversations.time, "time_ns", lambda: real() - 10**9)
+        real = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: real() - 10**9)
         await respond(rig, name)
         assert await texts(rig, name) == ["one", "hello", "hi"]
 
@@ -298,7 +299,8 @@ async def test_items_that_only_a_deployment_knows_are_kept_as_they_are(tmp_path:
         name = await create(rig, {"type": "mcp_call", "content": 5})
         (item,) = (await done(rig, "GET", f"/{name}/items"))["data"]
         assert (item["type"], item["content"]) == ("mcp_call", 5)
-        for wrong in ({"type": {}}, {"type": "message", "role": "user"}, {"role": "user", "content": [5]}):
+        malformed: list[Any] = [{"type": {}}, {"type": "message", "role": "user"}, {"role": "user", "content": [5]}]
+        for wrong in malformed:
             assert (await call(rig, "POST", f"/{name}/items", {"items": [wrong]})).status == 400
 
 

@@ -30,7 +30,9 @@ from tests.gateway.harness import (
 )
 from tests.openai_spec import Validate
 
-COMMON = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_800_000_000, "model": "served"}
+COMMON: dict[str, Any] = {
+    "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_800_000_000, "model": "served",
+}  # fmt: skip
 
 _completion = TypeAdapter(ChatCompletion)
 
@@ -127,7 +129,7 @@ async def test_metadata_is_replaced_and_a_completion_deleted(tmp_path: Path, val
 async def test_messages_are_listed(tmp_path: Path, validate: Validate) -> None:
     async with a_rig(tmp_path, responses=STORED) as rig:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Look."}, image]},
             {"role": "assistant", "content": "I look."},
@@ -253,7 +255,7 @@ async def test_another_tenant_sees_nothing(tmp_path: Path) -> None:
     async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), OTHER]) as rig:
         await store(rig, "a")
         for method, path in (("GET", "/a"), ("DELETE", "/a"), ("POST", "/a"), ("GET", "/a/messages")):
-            body = {"metadata": {}} if method == "POST" else None
+            body: Any = {"metadata": {}} if method == "POST" else None
             assert (await call(rig, method, path, body=body, key=OTHER_KEY)).status == 404
         assert (await call(rig, "GET", key=OTHER_KEY)).json["data"] == []
 

@@ -251,7 +251,7 @@ async def test_the_sums_of_all_levels_equal_the_calls_below_them(
     for number, (tenant, user, cost) in enumerate(calls):
         if leased:
             cost = min(cost, 1)  # the storage learns of a higher cost only with the next report
-        accounts = [(name, None) for name in LEVELS[tenant] if name in limits]
+        accounts: list[tuple[str, str | None]] = [(name, None) for name in LEVELS[tenant] if name in limits]
         accounts += [(name, user or "") for name in LEVELS[tenant] if name in per_user]
         of_user = {each: per_user[each[0]] for each in accounts if each[1] is not None}
         fits = all(

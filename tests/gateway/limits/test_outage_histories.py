@@ -97,7 +97,7 @@ async def replay(history: Sequence[Step]) -> None:
     running: list[Call] = []
     unsettled: list[tuple[Call, list[int]]] = []  # as `Limiter` retries them
     outage = StorageOutage(limits="local_share", replicas=REPLICAS)
-    gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: now) for _ in range(REPLICAS)]  # type: ignore[arg-type]
+    gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: now) for _ in range(REPLICAS)]
 
     async def settle(call: Call, actual: list[int]) -> None:
         try:
@@ -150,7 +150,7 @@ async def granted_in_an_outage(fresh: bool, calls: int) -> int:
     """How many calls of one unit two gateways grant while the storage is unreachable."""
     store = Store()
     outage = StorageOutage(limits="local_share", replicas=REPLICAS)
-    gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: START) for _ in range(REPLICAS)]  # type: ignore[arg-type]
+    gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: START) for _ in range(REPLICAS)]
     for number in range(0 if fresh else 60):
         name = f"t/before-{number}"
         asked: list[Charge] = [SpendCharge("t/budget/total", 1, BUDGET, 1e9)]

@@ -44,7 +44,7 @@ def reserved(policy: Policy, *, class_name: str = "realtime", prompt: int = 0, *
 
 
 def test_prices_that_cannot_apply_reserve_nothing() -> None:
-    prices = [
+    prices: list[dict[str, Any]] = [
         {"input": 0, "output": 900, "until": "2026-11-20"},
         {"input": 0, "output": 800, "class": "batch"},
         {"input": 0, "output": 700, "from": "2026-12-01"},

@@ -155,8 +155,8 @@ class World:
         """As the limiter does. None: the storage did not answer."""
         slices, name, charges = self.slices[number], f"{self.tenant}/{next(self.numbers)}", self.charges(amount)
         try:
-            verdict = slices.take(name, charges) or await slices.lease(name, charges)
-            verdict = verdict or await slices.reserve(name, charges, lease_seconds=30.0, now=self.now)
+            leased = slices.take(name, charges) or await slices.lease(name, charges)
+            verdict = leased or await slices.reserve(name, charges, lease_seconds=30.0, now=self.now)
         except StorageUnavailable:
             self.unsettled.append((number, name, [0, 0, 0]))
             return None

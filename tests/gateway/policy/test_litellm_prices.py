@@ -36,7 +36,7 @@ def test_context_steps_and_units_are_imported() -> None:
     assert [(price.above, price.input, price.output) for price in prices] == [
         (200_000, Decimal(6), Decimal("22.5")), (None, Decimal(3), Decimal(15)),
     ]  # fmt: skip
-    assert all((price.cached_input, price.cache_write_1h, price.search) == (Decimal("0.3"), 6, Decimal("0.01"))
+    assert all((price.cached_input, price.cache_write_1h, price.search) == (Decimal("0.3"), Decimal(6), Decimal("0.01"))
                for price in prices)  # fmt: skip
     listed = PriceList(prices)
     assert [listed.price("realtime", None, 0, input_tokens=n) for n in (200_000, 200_001)] == [*reversed(prices)]
@@ -47,8 +47,8 @@ def test_tiers_and_batches_come_before_the_price_of_all_calls() -> None:
     assert ignored == []
     conditions = [(price.service_tier, price.latency_class, price.input, price.output) for price in prices]
     assert conditions == [
-        (("flex",), None, Decimal("0.625"), 5), (("priority",), None, Decimal("2.5"), 10),
-        (None, ("batch",), Decimal("0.625"), 5), (None, None, Decimal("1.25"), 10),
+        (("flex",), None, Decimal("0.625"), Decimal(5)), (("priority",), None, Decimal("2.5"), Decimal(10)),
+        (None, ("batch",), Decimal("0.625"), Decimal(5)), (None, None, Decimal("1.25"), Decimal(10)),
     ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_busy_slots_are_not_chosen_and_failed_calls_leave_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.booleans()), max_size=30))
 def test_a_slot_takes_one_call_and_holds_its_prompt(calls: list[tuple[int, int, bool]]) -> None:
-    slots, chain_held, busy = three_slots(), {}, set[int]()
+    slots, chain_held, busy = three_slots(), dict[int, tuple[int, ...]](), set[int]()
     for conversation, blocks, stays in calls:
         chain = make_chain(conversation, blocks)
         before = slots.version, slots.predict(chain).matched

@@ -120,11 +120,12 @@ def test_a_period_ends_when_the_deployment_is_idle() -> None:
     speed.sent(0.1, usable=True, shared=False)
     first = speed.first_chunk(1.0, idle=False, usable=True, shared=False)
     second = speed.first_chunk(1.0, idle=True, usable=True, shared=False)
-    assert first is second is not None
-    speed.account(first, 4000, 4000)
-    assert not speed.is_measured, "the second one is not accounted for yet"
-    speed.account(second, 4000, 4000)
-    assert speed.is_measured
+    assert first is not None and second is first
+    measured = []
+    for period in (first, second):
+        speed.account(period, 4000, 4000)
+        measured.append(speed.is_measured)
+    assert measured == [False, True], "both calls must be accounted for"
     assert first.seconds == 1.0
 
 

@@ -144,7 +144,7 @@ async def test_a_slot_is_free_again_after_a_call_that_failed(tmp_path: Path) -> 
 
 def rendered(operation: Operation = Operation.CHAT, **fields: Any) -> dict[str, Any]:
     provider = make_provider(Deployment.model_validate(a_deployment()), HTTPTransport(), resolve_secret)
-    bodies = {
+    bodies: dict[Operation, dict[str, Any]] = {
         Operation.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
         Operation.EMBEDDING: {"input": "hi"},
     }

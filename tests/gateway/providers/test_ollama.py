@@ -32,7 +32,7 @@ def rendered(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
 def test_a_conversation_with_tools_and_images() -> None:
     function = {"name": "weather", "arguments": '{"town": "Rome"}'}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}, image]},
         {"role": "assistant", "reasoning_content": "Hmm", "tool_calls": [{"id": "c1", "function": function}]},

@@ -13,7 +13,7 @@ from gateway.settings import resolve_secret
 from tests.gateway.calls import a_call, a_policy
 
 SIGNED = {"type": "thinking", "thinking": "hm", "signature": "s"}
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "a", "reasoning_content": "hm", "thinking_blocks": [SIGNED]},
     {"role": "user", "content": 'of "thinking_blocks"'},

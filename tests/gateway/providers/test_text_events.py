@@ -167,5 +167,10 @@ async def test_the_second_event_of_a_form_goes_to_the_text_sink() -> None:
     pieces = [event("a"), event("b"), event("c") + event("d"), event("e")[:20], event("e")[20:], event("f")]
     response = EventStreamResponse(cast(HTTPResponse, ScriptedBody([*pieces, b"data: [DONE]\n\n"])), NOTHING_SECRET)
     texts: list[tuple[bytes, int]] = []
-    await response.stream_to(lambda chunk: True, lambda chunk, events: texts.append((chunk, events)) is None)
+
+    def take_texts(chunk: bytes, events: int) -> bool:
+        texts.append((chunk, events))
+        return True
+
+    await response.stream_to(lambda chunk: True, take_texts)
     assert texts == [(event("b"), 1), (event("c") + event("d"), 2), (event("f"), 1)]

@@ -179,7 +179,7 @@ def gemini(parts: list[dict[str, Any]], finish: str | None = None, **usage: Any)
     return {"candidates": [candidate], **counts, "modelVersion": "theirs", "responseId": "msg_1"}
 
 
-GEMINI_COUNTED = {"promptTokenCount": 3, "candidatesTokenCount": 2, "totalTokenCount": 5}
+GEMINI_COUNTED: dict[str, Any] = {"promptTokenCount": 3, "candidatesTokenCount": 2, "totalTokenCount": 5}
 _GEMINI_USAGE = {
     "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}
 }  # fmt: skip

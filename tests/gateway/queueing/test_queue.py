@@ -361,6 +361,7 @@ async def test_a_real_time_call_is_held_for_a_bounded_time_and_others_overtake_i
     continuing = call_now(policy, messages=[{"role": "user", "content": "Two. " + PROMPT + " And then? Really?"}])
     await hold(queue, continuing, order, "continuing", leave)
     assert order == ["continuing"]
+    assert third.latency_class.hold_max is not None
     later = now + third.latency_class.hold_max
     queue.scheduler.grant_free_slots(later - 0.1)
     assert queue.depth("realtime") == 1 and queue.scheduler.next_hold_end < later + 1

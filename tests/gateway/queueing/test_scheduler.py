@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,7 +69,7 @@ class Pool:
 
     slots: int = 1
     waiting_max: int = 10_000
-    classes: dict[str, dict[str, object]] = field(default_factory=dict)
+    classes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.policy: Policy = a_policy(
@@ -128,7 +129,8 @@ class Pool:
         return drained
 
 
-BATCH = {"batch": {"hold": False}}  # for tests of order and shares; `test_queue` tests what holds calls
+# For tests of order and shares; `test_queue` tests what holds calls.
+BATCH: dict[str, dict[str, Any]] = {"batch": {"hold": False}}
 
 
 def test_one_call_does_not_wait_behind_many_calls_of_another_tenant() -> None:
@@ -323,8 +325,8 @@ def test_a_minimum_share_counts_tokens() -> None:
 def test_a_minimum_share_counts_calls_that_were_not_queued() -> None:
     """Slots are free, but reserved for real-time calls by their recent peak. Batch is owed its share all the same."""
     pool = Pool(slots=4, classes={"batch": {"min_share": "25%"}})
-    for permit in pool.taken[:4]:
-        permit.release()
+    for taken in pool.taken[:4]:
+        taken.release()
     busiest = [pool.scheduler.take_now(pool.call(), 0.0) for _ in range(4)]
     for each in busiest[1:]:
         assert each is not None

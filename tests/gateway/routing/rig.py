@@ -12,7 +12,7 @@ import pytest
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
-from gateway.policy import Deployment, Policy
+from gateway.policy import Policy
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
@@ -20,6 +20,7 @@ from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.router import Router
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
+from tests.gateway.silent_provider import SilentProvider
 
 Step = bytes | ProviderFailure | asyncio.Event
 TEXT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
@@ -27,10 +28,8 @@ ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-class Script:
+class Script(SilentProvider):
     """A provider that answers by a script. Bytes are chunks, failures are raised, and the answer waits for events."""
-
-    continues_final_message = False
 
     def __init__(self, *steps: Step, opener: ProviderFailure | asyncio.Event | None = None) -> None:
         self.steps = steps
@@ -43,16 +42,7 @@ class Script:
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
         return self.refusal
 
-    def render(self, call: Call) -> bytes:
-        return b""
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
-        return None
-
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         self.opened += 1
         self.headers = headers
         if isinstance(self.opener, ProviderFailure):
@@ -87,10 +77,20 @@ class ScriptSequence(Script):
         super().__init__()
         self.turns = list(turns)
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         self.opened += 1
         turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
-        return await turn.open(call, headers=headers)
+        return await turn.open(call, headers=headers, body=body)
+
+
+def sink_into(chunks: list[bytes]) -> Callable[..., bool]:
+    """A sink, or a text sink, that accepts every chunk and adds it to `chunks`."""
+
+    def sink(chunk: bytes, events: int = 1) -> bool:
+        chunks.append(chunk)
+        return True
+
+    return sink
 
 
 class Rig:
@@ -99,14 +99,15 @@ class Rig:
     def __init__(self, policy: Policy | None = None, **scripts: Script) -> None:
         self.policy = policy or a_policy()
         self.scripts: dict[str, Any] = scripts
-        provider: Callable[[Deployment], Script] = lambda deployment: scripts[deployment.name]  # noqa: E731
-        self.fleet = Fleet(provider)
+        self.fleet = Fleet(lambda deployment: scripts[deployment.name])
         self.queue = Queue(self.fleet)
         self.fleet.apply(self.policy)
         self.router = Router(self.fleet, STRATEGIES)
-        spans = itertools.count(1)
-        self.new_attempts = lambda: AttemptLog(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
+        self._span_ids = itertools.count(1)
         self.attempts = self.new_attempts()
+
+    def new_attempts(self) -> AttemptLog:
+        return AttemptLog(lambda: next(self._span_ids), lambda span: {"traceparent": f"span-{span}"})
 
     async def chunks(self, attempts: AttemptLog | None = None, *, tenant: str = "t", **fields: object) -> list[bytes]:
         body = chat(stream=True) | fields
@@ -115,7 +116,7 @@ class Rig:
         with await self.queue.acquire_slot(call) as permit:
             async with self.router.open(call, permit, tried) as upstream:
                 chunks = [await upstream.first()]
-                assert await upstream.stream_to(lambda chunk: chunks.append(chunk) is None)
+                assert await upstream.stream_to(sink_into(chunks))
                 upstream.completed()
                 return chunks
 
@@ -135,7 +136,7 @@ def busy(code: int, seconds: float | None) -> ProviderFailure:
     return ProviderFailure(Fault.STATUS, f"status {code}", status=code, retry_after_seconds=seconds)
 
 
-def one_deployment(**realtime: object) -> object:
+def one_deployment(**realtime: object) -> Policy:
     return a_policy(
         deployments=[{"name": "a", "base_url": "http://a.invalid/v1", "model": "m"}],
         models=[{"name": "m", "deployments": ["a"]}],
@@ -143,7 +144,7 @@ def one_deployment(**realtime: object) -> object:
     )
 
 
-def two_deployments(**realtime: object) -> object:
+def two_deployments(**realtime: object) -> Policy:
     return a_policy(
         deployments=[{"name": name, "base_url": f"http://{name}.invalid/v1", "model": "m"} for name in "ab"],
         models=[{"name": "m", "deployments": ["a", "b"]}],

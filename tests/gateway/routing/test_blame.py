@@ -46,8 +46,8 @@ def setup_failure(status: int) -> ProviderFailure:
     return ProviderFailure(Fault.SETUP, f"status {status}: the deployment rejected the gateway's key", status=status)
 
 
-def saying(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}]}
+def saying(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def three_deployments(**realtime: object) -> Policy:
@@ -66,12 +66,12 @@ class BadRequestsFail(Script):
         self.failure = failure or error()
         self.failed = 0
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         if b"bad" in bytes(call.fields["messages"]):
             self.opened += 1
             self.failed += 1
             raise self.failure
-        return await super().open(call, headers=headers)
+        return await super().open(call, headers=headers, body=body)
 
 
 async def refused(rig: Rig, **fields: Any) -> UpstreamRefused:
@@ -205,7 +205,7 @@ async def test_a_403_for_one_request_does_not_eject_a_deployment_that_answers_ot
 
 async def test_a_capability_that_a_deployment_lacks_is_remembered() -> None:
     unsupported = ProviderFailure(Fault.UNSUPPORTED, "status 501", status=501, body=WORDS)
-    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "bad"}}]}]}
+    image = saying([{"type": "image_url", "image_url": {"url": "bad"}}])
     a, b = BadRequestsFail(unsupported), Script(TEXT, DONE)
     rig = Rig(two_deployments(), a=a, b=b)
     for _ in range(5):
@@ -235,7 +235,7 @@ class CrashingProvider(Script):
     async def healthy(self) -> bool:
         return not self.dead
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         self.opened += 1
         if self.dead:
             raise ProviderFailure(Fault.CONNECT, "refused")
@@ -308,8 +308,8 @@ class CrashingMidStream(Script):
     async def healthy(self) -> bool:
         return not self.dead
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        return CrashingResponse(self, await super().open(call, headers=headers))
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+        return CrashingResponse(self, await super().open(call, headers=headers, body=body))
 
 
 class CrashingResponse(UpstreamResponse):

@@ -139,9 +139,9 @@ class Seen(Script):
         super().__init__(TEXT, DONE)
         self.calls: list[Call] = []
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         self.calls.append(call)
-        return await super().open(call, headers=headers)
+        return await super().open(call, headers=headers, body=body)
 
 
 async def test_the_request_names_the_source_and_the_log_keeps_it() -> None:

@@ -376,7 +376,7 @@ class TextResponse(rig_module.ScriptedResponse):
 class TextScript(rig_module.Script):
     continues_final_message = True
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         self.call = call
         return TextResponse(self)
 
@@ -391,9 +391,7 @@ async def test_events_that_only_add_text_are_part_of_what_is_resumed() -> None:
     with await rig.queue.acquire_slot(call) as permit:
         async with rig.router.open(call, permit, rig.attempts) as upstream:
             chunks.append(await upstream.first())
-            assert await upstream.stream_to(
-                lambda chunk: chunks.append(chunk) is None, lambda chunk, _: texts.append(chunk) is None
-            )
+            assert await upstream.stream_to(rig_module.sink_into(chunks), rig_module.sink_into(texts))
     assert chunks[0] == words("a", "one")[0] and texts == words("a", " two")
     assert json.loads(bytes(second.call.fields["messages"]))[-1]["content"] == "one two"
     assert b" three" in chunks[1] and b" four" in chunks[2] and b'"id":"chatcmpl-a"' in chunks[2]  # rewritten

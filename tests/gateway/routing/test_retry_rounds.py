@@ -125,6 +125,6 @@ class FailingOnSignal(Script):
         super().__init__()
         self.when = when
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         await self.when.wait()
         raise ProviderFailure(Fault.CONNECT, "gone")

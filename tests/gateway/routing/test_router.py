@@ -180,7 +180,12 @@ async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
     with await rig.queue.acquire_slot(call) as permit:
         async with rig.router.open(call, permit, rig.attempts) as upstream:
             read = [await upstream.first()]
-            while not await upstream.stream_to(lambda chunk: read.append(chunk) is not None):
+
+            def read_one(chunk: bytes) -> bool:
+                read.append(chunk)
+                return False
+
+            while not await upstream.stream_to(read_one):
                 await asyncio.sleep(0.05)
     assert read == [b"1", b"2", b"3"]
 
@@ -224,7 +229,7 @@ async def test_a_stream_that_is_too_long_is_not_reported_as_stalled() -> None:
             return b"more"
 
     class Talker(Script):
-        async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+        async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
             return Endless(self)
 
     rig = Rig(one_deployment(total="50ms"), a=Talker())
@@ -288,7 +293,7 @@ async def test_a_closed_upstream_has_no_timer() -> None:
 
 async def test_a_bug_in_a_provider_is_not_blamed_on_the_client() -> None:
     class Broken(Script):
-        async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+        async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
             raise ZeroDivisionError
 
     rig = Rig(a=Broken(), b=Script())

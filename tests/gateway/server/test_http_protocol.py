@@ -219,9 +219,14 @@ async def test_a_client_that_leaves_is_told_of_once_and_only_to_who_wants_to_kno
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         wire: Wire = scope["extensions"][WIRE]
         await receive()
+
+        def when_gone() -> None:
+            told.append("second")
+            left.set()
+
         wire.when_gone(lambda: told.append("first"))
         wire.when_gone(None)
-        wire.when_gone(lambda: (told.append("second"), left.set())[0])
+        wire.when_gone(when_gone)
         await send(head(200))
         await send(body(b"hi", True))
         await left.wait()

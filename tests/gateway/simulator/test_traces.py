@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +55,7 @@ def test_chats_have_one_request_for_each_answer(tmp_path: Path) -> None:
     rules = {"role": "system", "content": "Be brief. " * 100}
     why, more = ({"role": "user", "content": words * 100} for words in ("Why? ", "And? "))
     so = {"role": "assistant", "content": "So. " * 50}
-    calls = {"role": "assistant", "content": None, "tool_calls": []}
+    calls: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
     path = tmp_path / "chats.json"
     path.write_text(
         json.dumps([{"traj": [rules, why, so, more, calls]}, {"messages": [rules, more, so]}, {"traj": [rules]}])
@@ -111,8 +113,8 @@ def test_a_malformed_session_is_refused_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "made", [lambda seed: generate.conversation(seed, chats=50), lambda seed: generate.agents(seed, sessions=20)]
 )
-def test_generated_traffic_depends_on_the_seed_only(made: type[TrafficTrace]) -> None:
-    assert made(7) == made(7) != made(8)  # type: ignore[call-arg, arg-type, comparison-overlap]
-    for session in made(7).sessions:  # type: ignore[call-arg, arg-type]
+def test_generated_traffic_depends_on_the_seed_only(made: Callable[[int], TrafficTrace]) -> None:
+    assert made(7) == made(7) != made(8)
+    for session in made(7).sessions:
         for request in session.requests:
             assert len(request.chain) == len(set(request.chain)) == request.prompt_tokens // BLOCK_TOKENS

@@ -59,7 +59,7 @@ async def reserve(storage: RedisStorage, name: str, *charges: Charge, now: float
 
 async def test_a_rejection_writes_nothing(redis_server: RedisServer) -> None:
     """For each kind of charge that may exceed its limit."""
-    full = [
+    full: list[Charge] = [
         RateCharge("refusing/requests", 1, 1, 60.0),
         SlotCharge("refusing/concurrency", 1),
         SpendCharge("refusing/budget/2026-11", 1, 1, 5_000_000.0),

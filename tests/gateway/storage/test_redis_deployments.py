@@ -69,11 +69,11 @@ def charges(tenant: str, amount: int = 1) -> list[Charge]:
 async def call(slices: Slices, name: str, tenant: str, amount: int = 1) -> Grant | Rejection:
     """Admit a call as the limiter does, and settle it."""
     wanted, identity = charges(tenant, amount), f"{tenant}/{name}"
-    grant = slices.take(identity, wanted) or await slices.lease(identity, wanted)
-    grant = grant or await slices.reserve(identity, wanted, lease_seconds=30.0, now=time.time())
-    if isinstance(grant, Grant):
+    leased = slices.take(identity, wanted) or await slices.lease(identity, wanted)
+    verdict = leased or await slices.reserve(identity, wanted, lease_seconds=30.0, now=time.time())
+    if isinstance(verdict, Grant):
         await slices.settle(identity, [amount, 1, amount], now=time.time())
-    return grant
+    return verdict
 
 
 async def test_two_gateways_share_leased_slices_of_each_limit(redises: Cluster | Watched) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -52,7 +53,7 @@ def test_samples_of_two_gateways_on_the_hour_count_once() -> None:
 
 
 def test_a_receipt_counts_in_the_interval_in_which_its_call_ended(tmp_path: Path) -> None:
-    counts = {"input_uncached": 10, "cache_read": 80, "cache_write": 5, "output": 9, "reasoning": 0}
+    counts: dict[str, Any] = {"input_uncached": 10, "cache_read": 80, "cache_write": 5, "output": 9, "reasoning": 0}
     first = a_receipt(**counts, deployment="a", finished="2026-11-20T09:00:00.000000Z")
     write_chain(
         tmp_path / "replica",

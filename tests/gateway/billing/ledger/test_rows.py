@@ -28,6 +28,7 @@ from gateway.billing.ledger.reader import (
 from gateway.billing.ledger.rows import (
     USUAL_VALUES,
     Correction,
+    Row,
     UnbilledWork,
     complete_receipt,
     decode,
@@ -165,7 +166,7 @@ def test_the_class_and_outcome_of_unbilled_work_stay_unknown(tmp_path: Path) -> 
     """They are null if the gateway died. That is not a receipt's usual value."""
     lost = decode(next(line for line in EARLIER if decode_head(line).kind == "unbilled"))
     assert isinstance(lost, UnbilledWork)
-    rows = [a_receipt(), msgspec.structs.replace(lost, outcome=None), *(a_receipt() for _ in range(3))]
+    rows: list[Row] = [a_receipt(), msgspec.structs.replace(lost, outcome=None), *(a_receipt() for _ in range(3))]
     write_chain(tmp_path / "replica", rows)
     for _ in range(2):
         (line,) = unbilled_work(tmp_path)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from anthropic.types import MessageParam
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,9 +176,9 @@ def test_system_prompts_in_any_form_and_position() -> None:
 
 
 def test_tool_calls_and_results() -> None:
-    call: Any = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Zürich"}}
+    call = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Zürich"}}
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
-    turns: list[MessageParam] = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": "What is the weather?"},
         {
             "role": "assistant",
@@ -199,7 +198,7 @@ def test_tool_calls_and_results() -> None:
                 {
                     "type": "tool_result",
                     "tool_use_id": "call_2",
-                    "content": [{"type": "text", "text": "no such city"}, image],  # type: ignore[list-item]
+                    "content": [{"type": "text", "text": "no such city"}, image],
                     "is_error": True,
                 },
             ],
@@ -336,7 +335,9 @@ def test_a_prompt_has_the_same_pieces_as_in_chat() -> None:
         read_chat(read_fields(chat.encode()), chat.encode()),
     )
     assert by_messages.pieces[1:] == by_chat.pieces[1:] and len(by_messages.pieces) == len(by_chat.pieces)
-    assert json.loads(by_messages.pieces[0]) == json.loads(by_chat.pieces[0])
+    tools = [body.pieces[0] for body in (by_messages, by_chat)]
+    assert isinstance(tools[0], bytes) and isinstance(tools[1], bytes)
+    assert json.loads(tools[0]) == json.loads(tools[1])
 
 
 def test_count_tokens_rejects_max_tokens() -> None:

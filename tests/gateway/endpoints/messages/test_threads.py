@@ -300,7 +300,8 @@ async def test_system_and_tools_are_those_of_the_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["context_management", "fallbacks", "compaction"])
 async def test_fields_that_threads_do_not_support_are_named(tmp_path: Path, field: str) -> None:
     async with a_rig(tmp_path, responses=STORED) as rig:
-        client = await ask(rig, {"type": "create"}, user("x"), **{field: {"edits": [1]}})
+        unsupported: dict[str, Any] = {field: {"edits": [1]}}
+        client = await ask(rig, {"type": "create"}, user("x"), **unsupported)
         assert code_of(client) == (400, "thread_unsupported_request")
         assert client.json["error"]["details"]["unsupported"] == [field]
 

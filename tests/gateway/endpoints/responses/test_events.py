@@ -247,7 +247,7 @@ def streams(draw: st.DrawFn, message: dict[str, Any], finish_reason: str) -> lis
     frames = [*map(frame, deltas), frame({}, finish_reason=finish_reason), usage_frame(), DONE]
     chunks: list[bytes] = []
     for one in frames:
-        if chunks and draw(st.booleans()):
+        if len(chunks) > 0 and draw(st.booleans()):
             chunks[-1] += one
         else:
             chunks.append(one)

@@ -24,6 +24,7 @@ from gateway.token_counting import TokenCounting
 from tests.gateway.endpoints.responses.translated import TOOL, events_of
 from tests.gateway.harness import (
     DONE,
+    KEY,
     MAX_BODY_BYTES,
     PEPPER,
     Client,
@@ -42,9 +43,9 @@ STORED = {"keep": "30d"}
 OTHER_KEY = "wp-other-0123456789abcdef"
 
 
-def client_of(input: Any = "hello", key: str | None = None, **fields: Any) -> Client:
+def client_of(input: Any = "hello", key: str = KEY, **fields: Any) -> Client:
     body = json.dumps({"model": "m", "input": input, **fields}).encode()
-    return Client(body, path="/v1/responses", **({} if key is None else {"key": key}))
+    return Client(body, path="/v1/responses", key=key)
 
 
 async def respond(rig: Rig, input: Any = "hello", **fields: Any) -> Any:
@@ -116,7 +117,7 @@ async def test_a_response_is_stored_before_its_end_is_sent(tmp_path: Path) -> No
             serving = rig.begin(client)
             await settle()
             assert rig.receipts(), "billed before it is stored"
-            assert not client.whole and b"response.completed" not in client.content
+            assert (client.whole, b"response.completed" in client.content) == (False, False)
             may_store.set()
             await in_time(serving)
             response = events_of(client.content)[-1]["response"] if stream else client.json

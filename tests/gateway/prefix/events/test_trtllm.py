@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from gateway.prefix.events import trtllm
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored, EventCounts
 from gateway.prefix.events.trtllm import TensorRTEventSource
 from tests.gateway.prefix.events.conftest import Recorder
@@ -87,7 +86,7 @@ async def test_polling_continues_and_backs_off_while_the_server_does_not_answer(
         if len(pauses) == 5:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(trtllm.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     engine = Server(body(CREATED, STORED), None, b"no", body(UPDATED, REMOVED))
     with pytest.raises(asyncio.CancelledError):
         await source(recorder, engine).run()

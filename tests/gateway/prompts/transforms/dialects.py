@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jinja2
 from tokenizers import Tokenizer
@@ -94,13 +94,13 @@ class Dialect(NamedTuple):
         """The prompt that transformers renders, or the template's error message."""
         asked = json.loads(body)
         try:
-            ids: list[int] = _tokenizer().apply_chat_template(
+            ids = _tokenizer().apply_chat_template(
                 self._messages(asked), tools=asked.get("tools") or None, chat_template=self.source,
                 add_generation_prompt=True, return_dict=False, **(asked.get("chat_template_kwargs") or {}),
             )  # fmt: skip
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as refusal:
             return f"refused: {refusal}"
-        return ids
+        return cast("list[int]", ids)  # as `return_dict` is false
 
     def _messages(self, asked: Any, *, decoded: bool = True) -> Any:
         messages = []

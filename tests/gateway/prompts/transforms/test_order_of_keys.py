@@ -16,13 +16,13 @@ from tests.gateway.prompts.transforms.forms import canonical_form, tool
 from tests.gateway.prompts.transforms.test_promises import canonical
 
 HELLO = [{"role": "user", "content": "hi"}]
-FIRST = {"type": "function", "function": {"name": "f", "parameters": {
+FIRST: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {
     "type": "object", "properties": {"b": {"type": "number", "minimum": 1}, "a": {"enum": ["y", "x"]}},
     "required": ["b", "a"]}}}  # fmt: skip
-LATER = {"function": {"parameters": {
+LATER: dict[str, Any] = {"function": {"parameters": {
     "required": ["a", "b"], "properties": {"b": {"minimum": 1, "type": "number"}, "a": {"enum": ["y", "x"]}},
     "type": "object"}, "name": "f"}, "type": "function"}  # fmt: skip
-SHUFFLED = {"type": "function", "function": {"name": "f", "parameters": {
+SHUFFLED: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {
     "type": "object", "properties": {"a": {"enum": ["y", "x"]}, "b": {"type": "number", "minimum": 1}},
     "required": ["b", "a"]}}}  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_a_form_that_some_parsers_refuse_replaces_no_other(bad: bytes) -> None:
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     pipeline = TransformPipeline(SharedDecisions())
     hello = [{"role": "user", "content": "hi"}]
-    both = {"a": {}, "b": {}}
+    both: dict[str, Any] = {"a": {}, "b": {}}
     one, other = (
         tool("f", default={"type": "object", "properties": both, "required": order})
         for order in (["a", "b"], ["b", "a"])

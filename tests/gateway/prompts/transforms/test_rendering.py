@@ -86,11 +86,11 @@ def test_property_order_changes_what_a_model_reads(dialect: Dialect) -> None:
         )
         for order in (names, names[::-1])
     )
-    bodies = [body_of(dialect.conversation, [tool]) for tool in (one, other)]
-    assert dialect.prompt(second_form(*bodies)) == dialect.prompt(bodies[1])
-    ignored = second_form(*bodies, TransformPlan(VERSION, "full", ("property_order",)))
-    assert dialect.prompt(ignored) == dialect.prompt(bodies[0])
-    assert (dialect.prompt(bodies[0]) == dialect.prompt(bodies[1])) is (dialect.prints_tools == "not")
+    first, second = (body_of(dialect.conversation, [tool]) for tool in (one, other))
+    assert dialect.prompt(second_form(first, second)) == dialect.prompt(second)
+    ignored = second_form(first, second, TransformPlan(VERSION, "full", ("property_order",)))
+    assert dialect.prompt(ignored) == dialect.prompt(first)
+    assert (dialect.prompt(first) == dialect.prompt(second)) is (dialect.prints_tools == "not")
 
 
 @each_dialect

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.gateway.prompts.transforms.forms import canonical_form, system
@@ -38,7 +40,7 @@ def test_marks_move_only_from_the_beginning() -> None:
 
 
 def test_a_clock_moves_to_the_last_user_message() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": CLOCKED.format("2026-11-20T09:41:07Z")},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello"},

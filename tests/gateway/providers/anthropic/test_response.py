@@ -237,7 +237,7 @@ def test_finish_reason(stop_reason: str, finish: str) -> None:
         ({"input_tokens": 7, "output_tokens": 0, "cache_read_input_tokens": 5}, {}),
     ],
 )
-def test_the_prompt_may_be_counted_at_the_start_or_at_the_end(start: dict[str, int], end: dict[str, int]) -> None:
+def test_the_prompt_may_be_counted_at_the_start_or_at_the_end(start: dict[str, Any], end: dict[str, Any]) -> None:
     meter = Meter(a_call(chat(stream=True)))
     meter.watch(chunks_of(message_start(start) + message_delta(**end) + MESSAGE_STOP))
     assert meter.usage == Usage(input_uncached=7, cache_read=5, output=2, exact=True)
