@@ -176,7 +176,7 @@ def serve(control: socket.socket) -> list[str] | None:
                 _supervise(process, report, closing=(stdout, stderr))
             os.close(report)
             _become(stdout, stderr, env, cwd)
-            return command
+            return [str(part) for part in command]
         for file in files:
             os.close(file)
 

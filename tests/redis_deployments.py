@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import redis
 
@@ -134,7 +135,7 @@ class Watched:
         until(lambda: self.replica.client().info("replication").get("master_link_status") == "up")
         self.sentinel.start()
         watching = self.sentinel.client()
-        until(lambda: watching.sentinel_master(SERVICE)["num-slaves"] == 1)
+        until(lambda: cast("dict[str, Any]", watching.sentinel_master(SERVICE))["num-slaves"] == 1)
 
     def fail_over(self) -> None:
         """Kill the primary. The Sentinel makes the replica primary."""

@@ -123,8 +123,11 @@ def tokenizer_fields(directory: Path, pre: str) -> dict[str, Any]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kind = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    kind.get(type(value), writer.add_array)(key, value)
+    kind: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+    }  # fmt: skip
+    add: Callable[[str, Any], None] = kind.get(type(value), writer.add_array)
+    add(key, value)
 
 
 def _converted(name: str, values: torch.Tensor, config: dict[str, Any], architecture: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,10 @@ class EmulatedAmx(Library):
         super().__init__((AMX,), lambda name: symbols)
         symbols.complaint.restype = ctypes.c_char_p
 
-        def check(result: object, function: object, arguments: object) -> None:
+        def check(result: Any, function: object, arguments: object) -> Any:
             complaint = symbols.complaint()
             assert complaint is None, complaint.decode()
+            return result
 
         self.multiply_tiles = multiply_tiles(symbols)
         self.run_function(AMX).errcheck = self.multiply_tiles.errcheck = check

@@ -50,7 +50,8 @@ def save_adapter(
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in modules_of(model, kinds):
-        layer, rank = model.get_submodule(name), rank_of(name, config)
+        layer: Any = model.get_submodule(name)
+        rank = rank_of(name, config)
         for matrix, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
             tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = (
                 torch.randn(shape, generator=random, dtype=torch.float32).mul_(0.15).to(dtype)
@@ -72,6 +73,6 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
                 (x for key, x in config["alpha_pattern"].items() if name.endswith(f".{key}")), config["lora_alpha"]
             )
             scale = alpha / (math.sqrt(len(a)) if config["use_rslora"] else len(a))
-            weight = model.get_submodule(name).weight
-            weight += scale * (b.to(weight.dtype) @ a.to(weight.dtype))
+            weight = model.get_parameter(f"{name}.weight")
+            weight.add_(scale * (b.to(weight.dtype) @ a.to(weight.dtype)))
     return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,12 @@ def write_ollama(published: Path, path: Path, layout: OllamaLayout, fields: Mapp
         writer.add_uint32(f"gptoss.{key}", value) if isinstance(value, int) else writer.add_float32(
             f"gptoss.{key}", value
         )
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    kinds: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string,
+    }  # fmt: skip
     for key, value in (fields or {}).items():
-        kinds.get(type(value), writer.add_array)(key, value)
+        add: Callable[[str, Any], None] = kinds.get(type(value), writer.add_array)
+        add(key, value)
     for outer, name in OUTER.items():
         _add(writer, f"{name}.weight", tensors[f"{outer}.weight"])
     for layer in range(config["num_hidden_layers"]):

@@ -79,7 +79,7 @@ def resident_bytes(tensor: Tensor) -> int:
     first, count = tensor.data_ptr() // mmap.PAGESIZE, -(-tensor.nbytes // mmap.PAGESIZE)
     with PAGEMAP.open("rb") as file:
         file.seek(first * 8)
-        entries = struct.unpack(f"{count}Q", file.read(count * 8))
+        entries: tuple[int, ...] = struct.unpack(f"{count}Q", file.read(count * 8))
     return sum(entry & PRESENT != 0 for entry in entries) * mmap.PAGESIZE
 
 

@@ -165,10 +165,11 @@ async def test_the_end_of_a_batch_adds_its_files_and_deletes_its_results(store: 
 async def test_one_of_many_concurrent_claims_gets_the_lease(store: BatchStore) -> None:
     batch = a_batch()
     await store.add_batch(batch, max_open=9)
-    claims = [
-        store.update(batch.id, lambda each, owner=owner: each.claimed(owner, 100.0, 15.0)) for owner in "abcdefgh"
-    ]
-    winners = [claimed for claimed in await asyncio.gather(*claims) if claimed is not None]
+
+    async def claim(owner: str) -> Batch | None:
+        return await store.update(batch.id, lambda each: each.claimed(owner, 100.0, 15.0))
+
+    winners = [claimed for claimed in await asyncio.gather(*map(claim, "abcdefgh")) if claimed is not None]
     assert len(winners) == 1
     (winner,) = winners
     assert await store.update(batch.id, lambda each: each.extended("other", 101.0, 15.0)) is None

@@ -67,8 +67,8 @@ TOOL_CALL = {
     "index": 0, "id": "call_x", "type": "function", "function": {"name": "weather", "arguments": '{"town":"Rome"}'}
 }  # fmt: skip
 ANONYMOUS = {"created": 1, "model": "x", "object": "chat.completion.chunk"}
-REASONING = {"completion_tokens_details": {"reasoning_tokens": 4}}
-GROQ_TIMES = {"queue_time": 0.018, "prompt_time": 0.002, "completion_time": 0.1, "total_time": 0.102}
+REASONING: dict[str, Any] = {"completion_tokens_details": {"reasoning_tokens": 4}}
+GROQ_TIMES: dict[str, Any] = {"queue_time": 0.018, "prompt_time": 0.002, "completion_time": 0.1, "total_time": 0.102}
 
 SERVICES = {
     # usage is null until its own chunk; padding; tokens by kind

@@ -170,14 +170,14 @@ LIKE_OPENAI = sorted(set(PROVIDERS) - set(TRANSLATING))
 def body_of(endpoint: str, part: dict[str, Any]) -> dict[str, Any]:
     text = {"type": "input_text" if endpoint == "responses" else "text", "text": "What is it?"}
     message = {"role": "user", "content": [text, part]}
-    fields = {"messages": {"max_tokens": 9, "messages": [message]}, "responses": {"input": [message]}}
+    fields: dict[str, Any] = {"messages": {"max_tokens": 9, "messages": [message]}, "responses": {"input": [message]}}
     return {"model": "m", **fields.get(endpoint, {"messages": [message]})}
 
 
 def outcome(endpoint: str, part: dict[str, Any], kind: str) -> str:
     """How the provider's server gets the part, or the field that the error names."""
     speaks = next(each for each in ENDPOINTS if each.path == endpoint)
-    deployment = Deployment(name="d", provider=kind, base_url="http://x/v1", model="served")  # type: ignore[arg-type]
+    deployment = Deployment(name="d", provider=kind, base_url="http://x/v1", model="served")
     provider = make_provider(deployment, HTTPTransport(), lambda _: "")
     try:
         call = a_call(body_of(endpoint, part), endpoint=speaks)

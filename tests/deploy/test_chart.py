@@ -184,7 +184,7 @@ def test_the_monitors_match_the_alerts() -> None:
 
 def test_wrong_values_are_refused_with_a_reason() -> None:
     base = {"secret": {"existingSecret": "s"}}
-    for values, reason in (
+    wrong: list[tuple[dict[str, object], str]] = [
         ({}, "set secret.storage to a Redis URL"),
         ({"secret": {"storage": "sqlite:///x"}}, "secret.*storage"),
         ({**base, "gates": {}}, "gates"),
@@ -192,7 +192,8 @@ def test_wrong_values_are_refused_with_a_reason() -> None:
         ({**base, "ledger": {"mode": "disk"}}, "mode"),
         ({**base, "gateway": {"autoscaling": {"enabled": True, "inflight": 0}}}, "needs inflight or cpuPercent"),
         ({"secret": {"storage": "redis://r"}, "admin": {"enabled": True}}, "admin.enabled needs secret.adminKey"),
-    ):
+    ]
+    for values, reason in wrong:
         with pytest.raises(helm_python.HelmError, match=f"(?s){reason}"):
             rendered(values)
 

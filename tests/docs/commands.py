@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import yaml
@@ -107,7 +108,8 @@ def check_policy(stack: Stack, block: Block) -> None:
 def check_part_of_policy(stack: Stack, block: Block) -> None:
     """Each field is valid by itself. The names that it refers to are not on the page."""
     for name, value in located_yaml.load(block.text).data.items():
-        TypeAdapter(Policy.model_fields[name].annotation).validate_python(value)
+        annotation: Any = Policy.model_fields[name].annotation
+        TypeAdapter(annotation).validate_python(value)
 
 
 def is_running(stack: Stack, block: Block) -> None:

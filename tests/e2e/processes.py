@@ -39,9 +39,12 @@ PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "
 
 
 def until(
-    condition: Callable[[], Any], *, pause_seconds: float = 0.01, patience_seconds: float = PATIENCE_SECONDS
+    condition: Callable[..., Any], *, pause_seconds: float = 0.01, patience_seconds: float = PATIENCE_SECONDS
 ) -> Any:
-    """Poll a condition and return its first true value. Only for events that cannot be awaited."""
+    """Poll a condition and return its first true value. Only for events that cannot be awaited.
+
+    The condition is called without arguments. In a loop, its parameters' defaults bind the loop's variables.
+    """
     end = time.monotonic() + patience_seconds
     while not (answer := condition()):
         assert time.monotonic() < end, "the condition did not become true in time"

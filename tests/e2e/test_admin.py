@@ -54,7 +54,7 @@ def fronts(
 ) -> Iterator[list[Front]]:
     folder = tmp_path_factory.mktemp("fronts")
     policy = simple_policy(local_engine.url, tenants=[tenant("dev", limits={"requests": "100/1h"})])
-    common = {"storage": redis_server.url, "admin_key": ADMIN_KEY, "admin_port": "0"}
+    common: dict[str, Any] = {"storage": redis_server.url, "admin_key": ADMIN_KEY, "admin_port": "0"}
     with (
         gateway(folder / "a", policy, replica="a", **common) as a,
         gateway(folder / "b", policy, replica="b", **common) as b,

@@ -50,8 +50,8 @@ def test_a_response_is_polled_and_its_stream_resumed(front: Gateway, validate: V
         assert response.output_text == plain.output_text
         stream: Any = client.responses.create(**{**options, "input": "Why?"}, background=True, stream=True)
         first = next(event for event in stream if event.sequence_number == 3)
-        name = next(iter(client.responses.retrieve(queued.id, stream=True))).response.id
-        assert name == queued.id
+        created = next(iter(client.responses.retrieve(queued.id, stream=True)))
+        assert created.type == "response.created" and created.response.id == queued.id
         events = [*client.responses.retrieve(queued.id, stream=True, starting_after=2)]
         assert [event.sequence_number for event in events] == [*range(3, 3 + len(events))]
         assert events[-1].type == "response.completed" and events[-1].response.output_text == plain.output_text

@@ -177,9 +177,9 @@ def test_usage_equals_the_ledger(tmp_path: Path, local_engine: Running) -> None:
     whole = warmpath("usage", cwd=tmp_path, data_dir=data)
     assert whole.stdout.split("\n")[1].split()[0] == "6"
     (file,) = (tmp_path / "data" / "ledger" / "gw").glob("0*.jsonl")
-    rows = len(file.read_bytes().splitlines())  # open-call rows included
+    num_rows = len(file.read_bytes().splitlines())  # open-call rows included
     verified = warmpath("usage", "verify", cwd=tmp_path, data_dir=data).stdout
-    assert verified.startswith(f"{rows} rows verified")
+    assert verified.startswith(f"{num_rows} rows verified")
     file.write_bytes(file.read_bytes().replace(b'"output":5', b'"output":4', 1))
     tampered = warmpath("usage", "verify", cwd=tmp_path, data_dir=data)
     assert tampered.returncode == 1

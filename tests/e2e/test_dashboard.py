@@ -400,7 +400,7 @@ def test_one_request_at_a_time_and_none_while_the_page_is_hidden(browser: Browse
 
 
 def test_the_page_survives_a_restart_of_the_gateway(browser: Browser, local_engine: Running, tmp_path: Path) -> None:
-    ports = {"port": free_port(), "admin_port": str(free_port())}
+    ports: dict[str, Any] = {"port": free_port(), "admin_port": str(free_port())}
     rules = policy(local_engine.url)
     with recorded_page(browser) as recorded:
         page = recorded.page

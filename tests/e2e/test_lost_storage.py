@@ -50,7 +50,7 @@ def test_budgets_of_every_level_are_rebuilt(
             tenant("small", limits={"budget": {"amount": "0.3", "per": "day"}}),  # too small for slices
         ],
     )
-    common = {"storage": own_redis_server.url, "admin_key": ADMIN_KEY, "admin_port": "0"}
+    common: dict[str, Any] = {"storage": own_redis_server.url, "admin_key": ADMIN_KEY, "admin_port": "0"}
 
     def accounts_are_right(fronts: list[Gateway]) -> bool:
         both = spent(fronts, "dev") + spent(fronts, "team")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.faults.upstreams import TOKENS, Request, Upstreams, listening
+from tests.e2e.faults.upstreams import TOKENS, Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import PRICE, Gateway, gateway, simple_policy, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -48,7 +48,9 @@ async def fails(request: Request) -> None:
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Upstreams, Gate]]:
     gate = Gate()
-    behaviours = {"main": works, "same": works, "other": other, "fails": fails, "slow": gate, "a": works, "b": works}
+    behaviours: dict[str, Behaviour] = {
+        "main": works, "same": works, "other": other, "fails": fails, "slow": gate, "a": works, "b": works,
+    }  # fmt: skip
     with listening(behaviours) as upstreams:
         deployments = [
             {"name": name, "base_url": f"http://127.0.0.1:{port}/v1", "model": "served", "price": PRICE}
@@ -138,5 +140,5 @@ def test_weights_divide_conversations_which_stay_where_they_are(front: tuple[Gat
     counts = Counter(name for deployments in chosen.values() for name in deployments)
     assert 0.7 * SESSIONS <= counts["a"] <= 0.9 * SESSIONS, counts
     for number in range(4):
-        reply = front_gateway.post("chat/completions", chat("half-dead", prompt_cache_key=f"s{number}"))
-        assert (reply.status_code, reply.headers["x-warmpath-deployment"]) == (200, "a")
+        sent = front_gateway.post("chat/completions", chat("half-dead", prompt_cache_key=f"s{number}"))
+        assert (sent.status_code, sent.headers["x-warmpath-deployment"]) == (200, "a")

@@ -86,7 +86,7 @@ def test_every_panel_has_data_and_every_alert_fires(
     with listening({"slow": hold}) as upstreams:
         policy = policy_of(local_engine.url, f"http://127.0.0.1:{upstreams.ports['slow']}")
         nowhere = f"redis://127.0.0.1:{free_port()}"
-        settings = {"otlp_endpoint": collector.url, "reconcile_seconds": "2", "ledger_ship": nowhere}
+        settings: dict[str, Any] = {"otlp_endpoint": collector.url, "reconcile_seconds": "2", "ledger_ship": nowhere}
         with gateway(tmp_path / "gw", policy, **settings) as front:
             targets = {"gateway": urlsplit(front.url).netloc, "engine": urlsplit(local_engine.url).netloc}
             with prometheus(tmp_path / "prometheus", free_port(), targets) as seen, Traffic(front) as traffic:

@@ -198,7 +198,7 @@ def test_reasoning_effort_is_a_hint(local_gateway: Gateway) -> None:
         response = client.responses.create(**options, reasoning={"effort": "low"})
         assert response.output_text and response.reasoning is not None and response.reasoning.effort == "low"
         with pytest.raises(openai.BadRequestError) as rejection:
-            client.responses.create(**options, reasoning={"effort": "hard"})
+            client.responses.create(**{**options, "reasoning": {"effort": "hard"}})
         assert rejection.value.param == "reasoning.effort"
 
 

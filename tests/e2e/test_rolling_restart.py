@@ -6,6 +6,7 @@ import asyncio
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -84,7 +85,7 @@ async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, 
 
 
 def test_a_lame_duck_serves_requests_and_closes_their_connections(tmp_path: Path, local_engine: Running) -> None:
-    settings = {"lame_duck_seconds": "60", "drain_seconds": "60"}
+    settings: dict[str, Any] = {"lame_duck_seconds": "60", "drain_seconds": "60"}
     with gateway(tmp_path, simple_policy(local_engine.url), **settings) as front:
         front.process.send_signal(signal.SIGTERM)
         until(lambda: httpx2.get(f"{front.url}/ready").status_code == 503)

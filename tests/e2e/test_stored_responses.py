@@ -98,7 +98,7 @@ def test_an_agent_loop(front: Gateway, stream: bool) -> None:
         again = respond(client, input=by_hand, tool_choice="none", **options)
         assert (again.output_text, again.usage.input_tokens) == (answer.output_text, answer.usage.input_tokens)
         (item,) = client.responses.input_items.list(answer.id)
-        assert (item.type, item.output) == ("function_call_output", "a box")
+        assert item.type == "function_call_output" and item.output == "a box"
 
 
 def test_item_references(front: Gateway) -> None:
@@ -245,7 +245,7 @@ def test_a_response_whose_end_was_received_survives_a_kill(tmp_path: Path, local
     """The gateway is killed as soon as the client has the end."""
     policy, storage = storing_policy(local_engine.url), f"sqlite:///{tmp_path / 'state.db'}"
     body = {"model": DEMO, "input": QUESTION, "max_output_tokens": 8, "stream": True}
-    names = []
+    names: list[str] = []
     for number in range(3):
         with gateway(tmp_path / f"{number}", policy, storage=storage) as doomed:
             if names:

@@ -30,8 +30,8 @@ async def agent(request: Request) -> None:
         arguments = dict.fromkeys(function["parameters"]["properties"], "Rome")
         if function["name"] == "memory":
             arguments = {"command": "create", "path": "/memories/city.md", "file_text": "Rome"}
-        call = {"id": "c1", "type": "function"}
-        call |= {"function": {"name": function["name"], "arguments": json.dumps(arguments)}}
+        named = {"name": function["name"], "arguments": json.dumps(arguments)}
+        call = {"id": "c1", "type": "function", "function": named}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         reason = "tool_calls"
     choice = {"index": 0, "message": message, "finish_reason": reason}

@@ -96,7 +96,7 @@ async def test_a_prompt_with_the_systems_own_prompt(threads: Threads) -> None:
     deployment = Deployment(name="d", base_url="http://d.invalid/v1", model="x", system_prompt="Be kind.")
     adjusted = AdjustedProvider(ScriptedProvider(), deployment)
     seen: list[str] = []
-    adjusted.adjust = lambda call: seen.append(threading.current_thread().name) or call  # type: ignore
+    adjusted.adjust = lambda call: seen.append(threading.current_thread().name) or call  # type: ignore[func-returns-value, method-assign]
     call = msgspec.structs.replace(a_call(), large=True)
     rendered = await in_thread(adjusted.render, call)
     assert adjusted.unsupported_error(call) is None

@@ -99,8 +99,8 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
         ops.draw(logits, RandomRows(whole, parameter, parameter.double(), filters))
     words = torch.zeros(rows, 1000, dtype=torch.int32)
     of_step = StepRows(
-        whole, whole, parameter, parameter.double(), whole, *[parameter] * 5, logits.int(),
-        torch.zeros(rows, MAX_BIASES + 1), whole, words,
+        whole, whole, parameter, parameter.double(), whole, parameter, parameter, parameter, parameter, parameter,
+        logits.int(), torch.zeros(rows, MAX_BIASES + 1), whole, words,
     )  # fmt: skip
     for has_changes in (False, True):
         ops.sample_rows(logits, of_step, has_changes=has_changes)
@@ -137,11 +137,12 @@ def mix(
         mixture(x, *ops.route(scores, num_chosen, normalise=True))
 
 
-def round_inputs(dim: int) -> None:
-    x = torch.zeros(3, dim, dtype=torch.bfloat16)
-    TritonOps().round_to_fp8(x)
-    TritonOps().norm_round_to_fp8(x, x, x[0], 1e-6)
-    TritonOps().gate_round_to_fp8(torch.cat((x, x), dim=1), "silu")
+def round_inputs(*dims: int) -> None:
+    for dim in dims:
+        x = torch.zeros(3, dim, dtype=torch.bfloat16)
+        TritonOps().round_to_fp8(x)
+        TritonOps().norm_round_to_fp8(x, x, x[0], 1e-6)
+        TritonOps().gate_round_to_fp8(torch.cat((x, x), dim=1), "silu")
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -168,7 +169,7 @@ CASES: dict[str, Callable[[], object]] = {
     "int8 experts": lambda: mix(2048, 768, torch.bfloat16, "int8"),
     "int4 experts": lambda: mix(2048, 768, torch.bfloat16, "int4"),
     "fp8 experts": lambda: mix(2048, 768, torch.bfloat16, "fp8"),
-    "fp8 inputs": lambda: [round_inputs(dim) for dim in (512, 14336)],
+    "fp8 inputs": lambda: round_inputs(512, 14336),
     "float32 experts": lambda: mix(512, 256, torch.float32, "none"),
     "float32 ops": lambda: compute(896, 4864, 2, 64, torch.float32),
 }
@@ -194,10 +195,11 @@ def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> Non
     for case, launch in CASES.items():
         if case.startswith("fp8") and capability < 89:  # such GPUs have no fp8
             continue
-        triton_attention.chunk_tiles = lambda device: triton_attention.CHUNK_TILES[capability >= 90]
-        for module in (triton_attention, triton_ops):
-            module.starts_early = lambda device: capability >= 90
-        triton_attention._num_units = lambda device: 132
+        attention: Any = triton_attention
+        ops: Any = triton_ops
+        attention.chunk_tiles = lambda device: triton_attention.CHUNK_TILES[capability >= 90]
+        attention.starts_early = ops.starts_early = lambda device: capability >= 90
+        attention._num_units = lambda device: 132
         only_compile(capability, partial(report, case))
         launch()
 

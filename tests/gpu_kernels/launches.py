@@ -42,15 +42,15 @@ def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, st
     found: dict[str, dict[str, str]] = {"before": {}, "serving": {}}
     phase = "before"
     only_compile(90, lambda name, kernel: found[phase].__setitem__(kernel.hash, name))
-    config.runs_triton = lambda device: True
+    vars(config)["runs_triton"] = lambda device: True
     ops: Any = TritonOps
     draw, sample_rows = ops.draw, ops.sample_rows
     # Tokens within the vocabulary, since no kernel has written any.
     ops.draw = lambda *args: draw(*args).zero_()
     ops.sample_rows = lambda *args, **options: sample_rows(*args, **options).zero_()
-    engine.create_runner = lambda resolved: GraphRunner(resolved, RunOnce())
-    limits = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
-    shared = {"device": "cpu", "dtype": "bfloat16", "attention": "triton", "ops": "triton"}
+    vars(engine)["create_runner"] = lambda resolved: GraphRunner(resolved, RunOnce())
+    limits: dict[str, Any] = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
+    shared: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "attention": "triton", "ops": "triton"}
     loaded = Engine.load(EngineConfig(model_dir=model_dir, **limits, **shared, **options))
     phase = "serving"
     for i in range(7):

@@ -93,7 +93,7 @@ def check_step(case: Case, has_sinks: bool) -> None:
     num_heads = case.kv_heads * case.group
     num_tokens = sum(query_len for query_len, _ in case.lens)
     query = torch.randn(num_tokens, num_heads, case.head_dim, generator=generator).to(case.dtype).to(DEVICE)
-    caches = [cache.to(DEVICE) for cache in caches]
+    keys, values = (cache.to(DEVICE) for cache in caches)
     sinks = torch.randn(num_heads, generator=generator).to(DEVICE) if has_sinks else None
     variant = replace(case.variant, sinks=sinks)
     width = max(num_blocks)
@@ -108,17 +108,18 @@ def check_step(case: Case, has_sinks: bool) -> None:
         block_size=case.block_size,
     )
     attention = create_attention("triton", SCALE, kv_format)
-    ours = attention.prepare(metadata, like=query)(query, *caches, variant)
+    ours = attention.prepare(metadata, like=query)(query, keys, values, variant)
     tile = attention.tile_tokens(max(metadata.query_lens), num_heads, case.kv_heads, like=query)
     captured = replace(metadata, work=work_of(metadata, tile))
-    as_captured = attention.prepare(captured, like=query)(query, *caches, variant)
+    as_captured = attention.prepare(captured, like=query)(query, keys, values, variant)
     # In float32, from the same numbers: a GPU's own bfloat16 kernels are as far from it as ours.
     exact = query.float()
-    blocks = torch.arange(len(caches[0]), device=DEVICE)
-    decoded = [
-        kv_format.load(cache, blocks, case.dtype).float().unflatten(0, (-1, case.block_size)) for cache in caches
-    ]
-    expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, *decoded, variant)
+    blocks = torch.arange(len(keys), device=DEVICE)
+    exact_keys, exact_values = (
+        kv_format.load(cache, blocks, case.dtype).float().unflatten(0, (-1, case.block_size))
+        for cache in (keys, values)
+    )
+    expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, exact_keys, exact_values, variant)
     for each in (ours, as_captured):
         assert each.dtype == case.dtype
         error = (each.float() - expected).abs() / (1.0 + expected.abs())
@@ -165,7 +166,7 @@ def work_of(metadata: AttentionMetadata, tile: int) -> AttentionWork:
 @pytest.mark.parametrize("seq_len", [3, 130, 1500])
 def test_a_decode_is_bitwise_the_same_in_every_batch(seq_len: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    caches = [torch.randn(200, 16, 2, 32, generator=generator).to(DEVICE) for _ in range(2)]
+    keys, values = (torch.randn(200, 16, 2, 32, generator=generator).to(DEVICE) for _ in range(2))
     query = torch.randn(40, 4, 32, generator=generator).to(DEVICE)
     table = list(range(-(-seq_len // 16)))
 
@@ -179,7 +180,7 @@ def test_a_decode_is_bitwise_the_same_in_every_batch(seq_len: int) -> None:
             block_tables=torch.tensor([table] * len(seq_lens), dtype=torch.int32, device=DEVICE),
             block_size=16,
         )
-        return create_attention("triton", SCALE).prepare(metadata, query)(query[: starts[-1]], *caches)[0]
+        return create_attention("triton", SCALE).prepare(metadata, query)(query[: starts[-1]], keys, values)[0]
 
     alone = attend((1,), (seq_len,))
     assert torch.equal(alone, attend((1,) * 40, (seq_len, *[3] * 39)))

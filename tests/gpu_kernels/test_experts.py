@@ -104,10 +104,10 @@ def mlps(
     for expert in range(num_experts):
         factor = 1.0 if num_used is None or expert < num_used else torch.nan
         first, second = random(2 * inner, hidden) / hidden**0.5, random(hidden, inner) / inner**0.5
-        biases = (random(2 * inner), random(hidden))
-        first, second, *biases = ((factor * each).to(dtype).to(DEVICE) for each in (first, second, *biases))
-        first_bias, second_bias = biases if has_bias else (None, None)
-        experts.append(Mlp(linear(first, first_bias, gate), linear(second, second_bias)))
+        tensors = (first, second, random(2 * inner), random(hidden))
+        first, second, first_bias, second_bias = ((factor * each).to(dtype).to(DEVICE) for each in tensors)
+        biases = (first_bias, second_bias) if has_bias else (None, None)
+        experts.append(Mlp(linear(first, biases[0], gate), linear(second, biases[1])))
     return experts
 
 

@@ -36,7 +36,7 @@ from tests.redis_server import start_redis
 
 READY_SECONDS = 60.0
 HANGS = "never answer"  # the prompt of the call that is in flight when the gateway is killed
-POLICY = {
+POLICY: dict[str, Any] = {
     "deployments": [
         {
             "name": "only", "provider": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "served",
@@ -128,7 +128,7 @@ class Release:
 def use(release: Release, url: str) -> dict[str, Any]:
     """A tenant's day at one storage. Returns what the upgrade must still know."""
     (release.folder / "policy.yaml").write_text(
-        yaml.safe_dump(POLICY | {"deployments": [POLICY["deployments"][0] | {"base_url": url}]})  # type: ignore[operator]
+        yaml.safe_dump(POLICY | {"deployments": [POLICY["deployments"][0] | {"base_url": url}]})
     )
     created = json.loads(release.run("keys", "create", "--tenant", "dev", "--id", "old", "--json"))
     headers = {"authorization": f"Bearer {created['key']}"}

@@ -117,7 +117,10 @@ def test_every_implementation_is_exact(
     # All unused slots are NaN, so that a single wrong position would show.
     shape = (NUM_BLOCKS, block_size, num_kv_heads, kv_format.width(head_dim))
     formats = {name: create_kv_format(kv_cache_dtype, scales_apart=name == "triton") for name in names}
-    caches = {name: torch.zeros((2, *shape), dtype=kv_format.dtype(dtype)).unbind() for name in names}
+    caches: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in names:
+        key_cache, value_cache = torch.zeros((2, *shape), dtype=kv_format.dtype(dtype)).unbind()
+        caches[name] = key_cache, value_cache
     unused = torch.full((NUM_BLOCKS * block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
     for name, pair in caches.items():
         for cache in pair:
@@ -137,7 +140,8 @@ def test_every_implementation_is_exact(
             for cache, vectors in zip(pair, (keys, values), strict=True):
                 formats[name].store(vectors, cache, slots)
         queries.append(query)
-        expected.append(exact(query, *(kv_format.decode(rows, torch.float32) for rows in encoded), variant))
+        read_keys, read_values = (kv_format.decode(rows, torch.float32) for rows in encoded)
+        expected.append(exact(query, read_keys, read_values, variant))
     width = max(map(len, tables))
     metadata = AttentionMetadata(
         query_lens=tuple(query_len for query_len, _ in lens),
@@ -149,6 +153,7 @@ def test_every_implementation_is_exact(
     )
     for name in names:
         attend = create(name, formats[name]).prepare(metadata, like=queries[0])
-        output = attend(torch.cat(queries), *caches[name], variant)
+        key_cache, value_cache = caches[name]
+        output = attend(torch.cat(queries), key_cache, value_cache, variant)
         assert output.dtype == dtype
         assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance, name

@@ -277,7 +277,7 @@ async def test_an_error_in_a_step_answers_every_stream_and_ends_the_engine(
     streams = [engine.submit(make_request(f"r{i}")) for i in range(4)]
     idle = asyncio.create_task(engine.wait_idle())
     await asyncio.sleep(0)
-    assert engine.healthy
+    was_healthy = engine.healthy
     runner.failure = RuntimeError("out of memory")
     with caplog.at_level(logging.CRITICAL):
         runner.release()
@@ -286,7 +286,7 @@ async def test_an_error_in_a_step_answers_every_stream_and_ends_the_engine(
             assert last.finish_reason is FinishReason.ERROR
             assert last.error == "RuntimeError: out of memory"
         await asyncio.wait_for(idle, WAIT_SECONDS)
-    assert not engine.healthy
+    assert was_healthy and not engine.healthy
     assert engine.error == "RuntimeError: out of memory"
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)

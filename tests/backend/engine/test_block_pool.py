@@ -20,6 +20,9 @@ class Recorder:
     def cleared(self) -> None:
         self.events.append(("cleared", None))
 
+    def end_step(self) -> None:
+        raise NotImplementedError  # a pool ends no step
+
 
 def chain(*blocks: tuple[int, ...], salt: str = "") -> list[CachedBlock]:
     contents: list[CachedBlock] = []

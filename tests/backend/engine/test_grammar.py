@@ -221,7 +221,7 @@ def test_a_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler
 def test_a_failing_grammar_ends_only_its_own_request(load: Callable[..., Engine], compiler: GrammarCompiler) -> None:
     class Broken:
         error = "too complex"
-        forced = ()
+        forced: tuple[int, ...] = ()
 
         def is_ready(self, seconds: float = 0.0) -> bool:
             return True
@@ -249,7 +249,7 @@ class Delayed:
     """A grammar whose masks come only when the test says so."""
 
     error = ""
-    forced = ()
+    forced: tuple[int, ...] = ()
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()
@@ -424,7 +424,7 @@ class Signals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.last: dict[int, int] = {}
-        monkeypatch.setattr(grammar_worker.os, "kill", lambda pid, number: self.last.update({pid: number}))
+        monkeypatch.setattr(os, "kill", lambda pid, number: self.last.update({pid: number}))
 
     def running(self, pids: Iterable[int]) -> list[int]:
         return [pid for pid in pids if self.last.get(pid) != signal.SIGSTOP]

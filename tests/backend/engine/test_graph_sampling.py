@@ -142,7 +142,7 @@ def test_marks_are_written_once_while_a_request_keeps_its_row(load: Load, monkey
 
     engine = load(ahead=True)
     monkeypatch.setattr(torch.Tensor, "index_fill_", noted)
-    penalties = {"frequency_penalty": 0.4, "min_tokens": 6, "stop_token_ids": frozenset({1})}
+    penalties: dict[str, Any] = {"frequency_penalty": 0.4, "min_tokens": 6, "stop_token_ids": frozenset({1})}
     requests = [Request(f"r{i}", [5, i], SamplingParams(max_tokens=6 + 4 * i, **penalties)) for i in range(2)]
     results(engine, requests, 0)
     # Both at first. When both have reached `min_tokens`, the second one continues alone, in the row of the first.
@@ -165,7 +165,7 @@ class LateOnce(TokenSet):
 def test_late_masks_and_errors_concern_their_own_row(load: Load) -> None:
     late, failing = LateOnce(range(0, 90, 3), VOCAB_SIZE), LateOnce(range(0, 90, 3), VOCAB_SIZE)
     late.late_at, failing.fails_at = 4, 3
-    penalties = {"max_tokens": 8, "temperature": 0.0, "frequency_penalty": 0.4}
+    penalties: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "frequency_penalty": 0.4}
 
     def requests(*grammars: Any) -> list[Request]:
         sampling = SamplingParams(**penalties)

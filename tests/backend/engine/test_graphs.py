@@ -405,7 +405,7 @@ def test_warm_up_includes_the_longest_chunk(
     monkeypatch.setattr(PagedModel, "forward", counted)
     for most, model_len in ((300, 400), (400, 300)):
         lengths.clear()
-        limits = {"max_num_batched_tokens": most, "max_model_len": model_len, "num_blocks": 64}
+        limits: dict[str, Any] = {"max_num_batched_tokens": most, "max_model_len": model_len, "num_blocks": 64}
         GraphRunner(EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", **limits).resolve(), NoCapture())
         assert max(lengths) == 300
 
@@ -416,7 +416,7 @@ def test_warm_up_includes_the_longest_chunk(
 def test_a_model_with_host_syncs_or_without_an_output_head_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, needs_host_sync: bool, enforce_eager: bool, generates: bool
 ) -> None:
-    plain = SimpleNamespace(model=SimpleNamespace(needs_host_sync=needs_host_sync))
+    plain: Any = SimpleNamespace(model=SimpleNamespace(needs_host_sync=needs_host_sync))
     captured: list[object] = []
     monkeypatch.setattr(graph_runner, "Runner", lambda config: plain)
     monkeypatch.setattr(graph_runner, "CudaCapture", lambda device: None)

@@ -23,7 +23,7 @@ from tests.backend.checkpoints import VOCAB_SIZE
 
 SHARED = [(5 * i * i + i) % VOCAB_SIZE for i in range(37)]
 PROMPTS = [SHARED[:3], SHARED, [*SHARED, 9, 8, 7], [*SHARED[:20], 1, 2], SHARED[::-1] * 2]
-SAMPLINGS = [
+SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},

@@ -176,9 +176,15 @@ def test_short_runs_are_not_worth_a_larger_step(compiler: GrammarCompiler) -> No
         assert len(forced_tokens(request)) == (length if length >= MIN_FORCED else 0)
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return found
+
+
 def test_a_token_that_the_request_forbids_ends_it(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile(grammar.regex("abc")).start()
-    matcher.accept(tokenizer.token_to_id("x"))
+    matcher.accept(id_of(tokenizer, "x"))
     assert matcher.is_ready()
     assert "only token" in matcher.error
 
@@ -191,7 +197,7 @@ def test_the_message_of_a_position(tokenizer: Tokenizer) -> None:
     size = VOCAB_SIZE // 8
     message = pack_position(forced, mask[:size]) + b"more"
     assert unpack_position(message, VOCAB_SIZE) == (tuple(forced), mask[:size], b"more")
-    matcher.consume_token(tokenizer.token_to_id("d"))
+    matcher.consume_token(id_of(tokenizer, "d"))
     forced, mask = skip_forced(matcher, 60)
     assert tokenizer.decode(forced) == "f", "not the token that ends the sequence"
     assert skip_forced(matcher, 60) == ([], mask)

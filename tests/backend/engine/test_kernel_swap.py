@@ -17,6 +17,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.kernel_swap import KernelSwap
 from backend.engine.resolved_config import ResolvedConfig
+from backend.engine.threads import ThreadChoice
 from backend.native import compiler, library
 from backend.native.background import BackgroundCompilation
 from backend.native.compiler import BuildError
@@ -188,9 +189,7 @@ def test_the_number_of_threads_is_chosen_for_the_kernels(
     engine = load(num_threads=None)
     before = engine.config.num_threads
     chosen = before + 1
-    monkeypatch.setattr(
-        thread_tuner, "choose_again", lambda native, cores, current: thread_tuner.ThreadChoice(chosen, "measured")
-    )
+    monkeypatch.setattr(thread_tuner, "choose_again", lambda native, cores, current: ThreadChoice(chosen, "measured"))
     with caplog.at_level(logging.INFO, thread_tuner.__name__):
         swap_now(engine)
     ops = engine.runner.model.ops

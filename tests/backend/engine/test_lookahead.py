@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_request_ends_with_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"frequency_penalty": 1.0}, {"prompt_logprobs": 0}], ids=str)
-def test_what_the_host_samples_or_reads_is_not_predicted(sampling: dict[str, object]) -> None:
+def test_what_the_host_samples_or_reads_is_not_predicted(sampling: dict[str, Any]) -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     scheduler.add(make_request("plain", 3))
     scheduler.add(make_request("other", 9, **sampling))

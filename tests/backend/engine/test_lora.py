@@ -73,7 +73,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 def load(directory: Path, **options: Any) -> Engine:
-    given = {"num_blocks": 64, "num_threads": 1, "max_loras": 2, "device": "cpu"} | options
+    given: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "max_loras": 2, "device": "cpu"} | options
     return Engine.load(EngineConfig(model_dir=directory, **given))
 
 

@@ -187,7 +187,7 @@ def test_logprobs_are_those_of_the_unchanged_logits(ops: Ops) -> None:
     with_top, without, only_own = sample(torch.tensor([LOGITS] * 3), batch, ops=ops)
     expected = [math.log(probability) for probability in softmax(LOGITS)]
     (logprob,) = with_top.logprobs
-    assert (logprob.token_id, logprob.logprob) == (4, pytest.approx(expected[4], abs=1e-5))
+    assert logprob.token_id == 4 and logprob.logprob == pytest.approx(expected[4], abs=1e-5)
     assert [token for token, _ in logprob.top] == [0, 1, 2]
     assert [value for _, value in logprob.top] == pytest.approx(expected[:3], abs=1e-5)
     assert without.logprobs == ()

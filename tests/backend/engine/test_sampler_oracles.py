@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -64,7 +64,9 @@ def transformers_distribution(logits: Tensor, request: Request) -> Tensor:
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(sampling.top_p))
-    return torch.softmax(processors(torch.tensor([request.token_ids]), logits.clone()), dim=-1)
+    token_ids: Any = torch.tensor([request.token_ids])
+    processed: Any = processors(token_ids, cast("Any", logits.clone()))
+    return torch.softmax(processed, dim=-1)
 
 
 def our_distribution(logits: Tensor, requests: list[Request]) -> Tensor:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,7 +156,12 @@ def test_another_number_of_threads_between_two_steps_changes_no_token(checkpoint
     """Recorded steps are recorded again."""
     if library.load() is None:
         pytest.skip("there is no compiler here")
-    options = {"model_dir": checkpoint_dir("llama"), "device": "cpu", "num_blocks": 64, "num_threads": 1}
+    options: dict[str, Any] = {
+        "model_dir": checkpoint_dir("llama"),
+        "device": "cpu",
+        "num_blocks": 64,
+        "num_threads": 1,
+    }
     expected = run(Engine.load(EngineConfig(**options)), make_requests())
     engine = Engine.load(EngineConfig(**options))
     begun = 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch.nn.functional as F
 
 from backend.engine import threads
 from backend.engine.threads import (
@@ -40,7 +41,7 @@ def test_every_candidate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, however little time there is. The kernels multiply 16 rows, too, and not torch with its own threads."""
     native = library.load() or pytest.skip("there is no compiler here")
     monkeypatch.setattr(threads, "NUM_WEIGHTS", 2)
-    monkeypatch.setattr(native_ops.F, "linear", lambda *given: pytest.fail("torch multiplies"))
+    monkeypatch.setattr(F, "linear", lambda *given: pytest.fail("torch multiplies"))
     called: list[tuple[int, int]] = []
     linear = native_ops.NativeOps.linear
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend.engine import config, torch_start
+from backend.engine import config
 from backend.engine.config import EngineConfig
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.torch_start import reason_to_wait, with_kernels
@@ -91,6 +91,6 @@ def test_what_torch_cannot_do(
         assert not resolve(dtype="bfloat16").starts_with_torch
     assert "waiting until the native kernels are compiled: only they multiply" in caplog.text
     monkeypatch.undo()
-    monkeypatch.setattr(torch_start.compiler, "can_write_cache", lambda: False)
+    monkeypatch.setattr(compiler, "can_write_cache", lambda: False)
     reason = reason_to_wait(resolved, GIB, None)
     assert reason and "cache folder" in reason

@@ -26,6 +26,7 @@ from backend.model_files.quantized_tensor import dequantized
 from backend.models.config import ModelConfig
 from tests.backend.checkpoints import VOCAB_SIZE, build_model, random_mxfp4, save, save_gpt_oss_in_mxfp4
 from tests.backend.gguf_writer import Array, as_type, experts_in_mxfp4, write_gguf
+from tests.backend.recorded_logits import record_logits
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(150)]
 # The tests' checkpoints, with the values that GGUF cannot store because llama.cpp derives them.
@@ -50,9 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def next_logits(path: Path) -> torch.Tensor:
     engine = Engine.load(EngineConfig(model_dir=path, dtype="float32", num_blocks=16, num_threads=1))
-    seen: list[torch.Tensor] = []
-    original = engine.runner._model.logits
-    engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
+    seen = record_logits(engine)
     engine.add(Request("r", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)))
     engine.step()
     return seen[0][0]

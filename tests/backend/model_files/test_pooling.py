@@ -127,4 +127,4 @@ def test_settings_of_a_module_of_a_wrong_type_are_named(tmp_path: Path) -> None:
 def test_lengths_to_which_embeddings_may_be_shortened(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3).matryoshka is None
     assert read(tmp_path, QWEN3, is_matryoshka=True).matryoshka == frozenset()
-    assert read(tmp_path, QWEN3, matryoshka_dimensions=[32, 64]).matryoshka == {32, 64}
+    assert read(tmp_path, QWEN3, matryoshka_dimensions=[32, 64]).matryoshka == frozenset((32, 64))

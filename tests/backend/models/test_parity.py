@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
+from tests.backend.recorded_logits import record_logits
 
 PROMPTS = {
     "short": [5, 6, 7],
@@ -69,7 +70,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(name: str, checkpoint_dir
         ours = outputs[prompt_name]
         input_ids = torch.tensor([prompt])
         with torch.inference_mode():
-            (theirs,) = model.generate(
+            (theirs,) = cast("Any", model).generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),  # otherwise zeros in the prompt count as padding
                 max_new_tokens=NUM_TOKENS,
@@ -105,9 +106,7 @@ def test_logits_equal_transformers(name: str, checkpoint_dir: Callable[[str], Pa
     directory = checkpoint_dir(name)
     model = oracle(directory)
     engine = Engine.load(EngineConfig(model_dir=directory, num_blocks=16, num_threads=1))
-    seen: list[torch.Tensor] = []
-    original = engine.runner._model.logits
-    engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
+    seen = record_logits(engine)
     # With log-probabilities, which always need logits.
     engine.add(Request("r", PROMPTS["long"], SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)))
     engine.step()

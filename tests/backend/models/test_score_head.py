@@ -57,7 +57,8 @@ def classification_model(name: str, directory: Path, num_labels: int) -> torch.n
             else:
                 parameter.normal_(std=0.2)
     model.save_pretrained(directory)
-    return AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64)
+    saved: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64)
+    return saved
 
 
 @pytest.mark.parametrize(

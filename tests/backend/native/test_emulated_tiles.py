@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def words(rng: np.random.Generator, shape: tuple[int, int], numbers: str) -> Bit
     return np.ascontiguousarray((made.view(np.uint32) >> np.uint32(16)).astype(np.uint16)).view(np.uint32)[..., 0]
 
 
-def multiplied(function: ctypes._NamedFuncPointer, sums: NDArray, a: Bits, b: Bits) -> NDArray:
+def multiplied(function: ctypes._NamedFuncPointer, sums: NDArray[Any], a: Bits, b: Bits) -> NDArray[Any]:
     out = sums.copy()
     function(sums.dtype == np.int32, len(sums), *(array.ctypes.data for array in (out, a, b)))
     return out

@@ -87,7 +87,7 @@ def test_a_file_in_the_cache_needs_no_compiler(tmp_path: Path, monkeypatch: pyte
     found = [compiler.find(name)[0] for name in (compiler.CPU, library.load().level_names[-1])]  # type: ignore[union-attr]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "INSTALLED", tmp_path / "none")
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     folder = tmp_path / "warmpath" / "kernels"
     folder.mkdir(parents=True)
     for path in found:
@@ -123,7 +123,7 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
 def test_libraries_are_installed_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler is needed for them, and libraries of other sources are removed."""
     library.load()
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     (tmp_path / "kernels-avx2-of-other-sources.so").touch()
     names = compiler.installable_levels("native")
     made = compiler.install(names, tmp_path)
@@ -134,7 +134,7 @@ def test_without_a_compiler(
     tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line in the log, and the engine uses torch."""
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(compiler, "find", lambda name: [])
     library.load.cache_clear()
     try:

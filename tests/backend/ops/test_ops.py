@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -192,12 +193,13 @@ def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int, r
     plain, packed8 = ops.pack(weight, torch.bfloat16), ops.pack(int8, torch.bfloat16)
     packed4 = ops.pack_int4(int4, groups, torch.bfloat16)
     with_gate = ops.pack(weight[:64], torch.bfloat16, "silu")
-    for packed, compute in (
+    cases: list[tuple[Tensor, Callable[[slice], Tensor]]] = [
         (plain, lambda some: ops.linear(x[some], plain, None)),
         (with_gate, lambda some: ops.linear(x[some], with_gate, None, "silu")),
         (packed8, lambda some: ops.linear_int8(x[some], packed8, scales, None)),
         (packed4, lambda some: ops.linear_int4(x[some], packed4, groups, None)),
-    ):
+    ]
+    for packed, compute in cases:
         together = compute(slice(0, rows))
         for some in (slice(0, 1), slice(4, 6), slice(7, 10), slice(3, 20), slice(100, 164), slice(rows - 9, rows)):
             if packed.dim() > 2:
@@ -218,11 +220,12 @@ def test_nan_and_inf_affect_their_own_row_only(level: str, count: int, poison: f
     poisoned = x.clone()
     poisoned[count // 2, 77] = poison
     others = [row for row in range(count) if row != count // 2]
-    for compute in (
+    cases: list[Callable[[Tensor], Tensor]] = [
         lambda x: ops.linear(x, plain, None),
         lambda x: ops.linear_int8(x, packed8, scales, None),
         lambda x: ops.linear_int4(x, packed4, groups, None),
-    ):
+    ]
+    for compute in cases:
         result = compute(poisoned)
         assert not result[count // 2].isfinite().any()
         assert torch.equal(result[others], compute(x)[others])
@@ -239,13 +242,14 @@ def test_a_float32_row_is_bitwise_the_same_in_every_batch(level: str) -> None:
     x, weight = random(67, 200, dtype=torch.float32), random(83, 200, dtype=torch.float32, seed=1)
     norm, cos, sin = (random(n, dtype=torch.float32, seed=n) for n in (200, 67 * 100, 67 * 100))
     numbers, scales = (weight * 40).round().to(torch.int8), torch.rand(83)
-    for compute in (
+    cases: list[Callable[[slice], Tensor]] = [
         lambda rows: ops.linear(x[rows], weight, None),
         lambda rows: ops.linear_int8(x[rows], numbers, scales, None),
         lambda rows: ops.rms_norm(x[rows], norm, 1e-6),
         lambda rows: ops.rope(x[rows].unsqueeze(1), cos.view(67, 100)[rows], sin.view(67, 100)[rows]),
         lambda rows: ops.silu_mul(x[rows]),
-    ):
+    ]
+    for compute in cases:
         together = compute(slice(0, 67))
         for size in (1, 2, 3, 5, 16, 33):
             for start in range(0, 67, size):
@@ -296,8 +300,7 @@ def test_linear_after_a_norm(
         assert not (isinstance(ops, TRITON) and rows == 1)
         return
     reference = ReferenceOps()
-    wide = [each.double() for each in (x, residual if residual is not None else 0 * x)]
-    total = sum(wide).to(dtype)
+    total = (x.double() + (residual.double() if residual is not None else 0)).to(dtype)
     normed = rms_norm(total.double(), norm_weight.double(), 1e-6).to(dtype)
     exact = reference.linear(normed.double(), weight.double(), bias.double(), gate)
     size = 1.0 + exact.abs()  # gated results can be large
@@ -443,36 +446,36 @@ def test_norm_rope_store_in_every_cache_format(
     qkv[3], qkv[4, dim * 3] = 0, torch.nan
     angles = random(tokens, dim // 2, dtype=torch.float32, seed=3) * 3
     rope = (angles.cos(), angles.sin())
-    caches = torch.zeros(2, 11, 4, kv_heads, kv_format.width(dim), dtype=torch.int8).unbind()
+    key_cache, value_cache = torch.zeros(2, 11, 4, kv_heads, kv_format.width(dim), dtype=torch.int8).unbind()
     slots = torch.randperm(44, generator=torch.Generator().manual_seed(0))[:tokens]
 
-    query = ops.norm_rope_store(qkv, None, rope, caches, slots, kv_format)
+    query = ops.norm_rope_store(qkv, None, rope, (key_cache, value_cache), slots, kv_format)
 
     heads = qkv.view(tokens, -1, dim)
     assert_close(query[:3], rotated(heads[:3, :1], angles[:3]))
     is_finite, blocks = torch.arange(tokens) != 4, torch.arange(11)
-    assert kv_format.load(caches[1], blocks, dtype)[slots][4, :1].isnan().all()
-    expected = torch.zeros_like(caches[1])
+    assert kv_format.load(value_cache, blocks, dtype)[slots][4, :1].isnan().all()
+    expected = torch.zeros_like(value_cache)
     kv_format.store(heads[:, 3:], expected, slots)
-    for cache in (caches[1], expected):  # the bytes of NaN are not defined
+    for cache in (value_cache, expected):  # the bytes of NaN are not defined
         kv_format.store(torch.ones(1, kv_heads, dim, dtype=dtype), cache, slots[4:5])
-    assert torch.equal(caches[1], expected)
-    keys, exact = kv_format.load(caches[0], blocks, torch.float32)[slots], rotated(heads[:, 1:3], angles)
+    assert torch.equal(value_cache, expected)
+    keys, exact = kv_format.load(key_cache, blocks, torch.float32)[slots], rotated(heads[:, 1:3], angles)
     step = exact.abs().amax(-1, keepdim=True) * (1 / 127 if kv_cache_dtype == "int8" else 2**-4) + exact.abs() * 2**-7
     assert ((keys - exact).abs() <= step)[is_finite].all()
-    kv_format.store(torch.zeros(tokens, kv_heads, dim, dtype=dtype), caches[0], slots)
-    unwritten = torch.zeros_like(caches[0])
+    kv_format.store(torch.zeros(tokens, kv_heads, dim, dtype=dtype), key_cache, slots)
+    unwritten = torch.zeros_like(key_cache)
     kv_format.store(torch.zeros(tokens, kv_heads, dim, dtype=dtype), unwritten, slots)
-    assert torch.equal(caches[0], unwritten)
+    assert torch.equal(key_cache, unwritten)
 
 
 def test_store_kv_writes_only_the_slots(ops: Ops, dtype: torch.dtype) -> None:
     key, value = random(3, 2, 8, dtype=dtype), random(3, 2, 8, dtype=dtype, seed=1)
     # As from a layer: slices of one projection, not contiguous.
     qkv = torch.cat((random(3, 4, 8, dtype=dtype), key, value), dim=1)
-    caches = [torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)]
-    ops.store_kv(qkv[:, 4:6], qkv[:, 6:8], *caches, torch.tensor([19, 0, 6]))
-    for cache, rows in zip(caches, (key, value), strict=True):
+    key_cache, value_cache = (torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2))
+    ops.store_kv(qkv[:, 4:6], qkv[:, 6:8], key_cache, value_cache, torch.tensor([19, 0, 6]))
+    for cache, rows in ((key_cache, key), (value_cache, value)):
         assert torch.equal(cache[[4, 0, 1], [3, 0, 2]], rows)
         assert cache.count_nonzero() == rows.count_nonzero()
 

@@ -69,7 +69,7 @@ def test_draws_invert_the_distribution(ops: Ops, vocab_size: int, scale: float) 
     assert len(set(drawn.tolist())) > min(vocab_size, 50) // 2
 
 
-COARSE, FINE = (st.integers(-60, 60).map(lambda i, parts=parts: i / parts) for parts in (4, 64))
+COARSE, FINE = st.integers(-60, 60).map(lambda i: i / 4), st.integers(-60, 60).map(lambda i: i / 64)
 LOGITS = COARSE | FINE | st.just(-INF)  # few values, so that many are equal
 
 

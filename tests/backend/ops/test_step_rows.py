@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,9 @@ def test_greedy_and_random_rows_side_by_side(ops: Ops, has_changes: bool, vocab_
     rows, counted, biased = some_rows(vocab_size, 5)
     logits = random(ROWS, vocab_size, seed=2) * 3
     dice = Random(1)
-    filters = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 900, "top_p": 0.97, "min_p": 0.001}]
+    filters: list[dict[str, Any]] = [
+        {}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 900, "top_p": 0.97, "min_p": 0.001},
+    ]  # fmt: skip
     for row in range(0, ROWS, 2):
         rows.temperature[row] = dice.choice([0.4, 1.0, 1.6])
         for name, value in filters[row // 2 % len(filters)].items():

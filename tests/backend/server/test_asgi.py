@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -228,7 +229,8 @@ async def test_events_that_are_written_without_waiting_arrive_in_order(direct: b
         exchange.write(b"7")
         await exchange.end_stream()
 
-    handler, scope = Handler(work), {"type": "http", "headers": []}
+    handler = Handler(work)
+    scope: dict[str, Any] = {"type": "http", "headers": []}
     if direct:
         scope["extensions"] = {DIRECT_WRITE: connection.write}
     await RequestIdMiddleware(handler)(scope, client._receive, client._send)

@@ -214,12 +214,12 @@ async def test_logprobs_and_token_ids_are_complete_with_parsers() -> None:
         engine.text = f"<think>a b c</think>Here: {CALLS['hermes']}"
         options: Any = {"tools": TOOLS, "logprobs": True, "extra_body": {"return_token_ids": True}}
         whole = await client.chat.completions.create(model="m", messages=MESSAGES, **options)
-        token_ids = whole.choices[0].model_extra["token_ids"]  # type: ignore[index]
+        token_ids = whole.choices[0].model_extra["token_ids"]
         logprobs = whole.choices[0].logprobs
         assert logprobs is not None
         assert logprobs.content is not None
         # They include the token that ends the output, although it has no text.
-        assert len(logprobs.content) == len(token_ids) == whole.usage.completion_tokens  # type: ignore[union-attr]
+        assert len(logprobs.content) == len(token_ids) == whole.usage.completion_tokens
         assert whole.model_extra is not None
         assert whole.model_extra["prompt_token_ids"] == engine.requests[0].prompt_token_ids
         streamed: list[int] = []

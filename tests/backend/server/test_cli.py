@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from gguf import GGMLQuantizationType
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # public, but in no `__all__`
 
 from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, resolve_model
 from backend.options import build_parser

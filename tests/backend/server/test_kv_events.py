@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import msgspec
@@ -47,9 +48,9 @@ def connected(kind: int, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
-def replay(endpoint: str, first: int = 0) -> list[tuple[bytes, int, object]]:
+def replay(endpoint: str, first: int = 0) -> list[tuple[bytes, int, Any]]:
     """Requests a replay. Returns topic, number and content of all batches from `first`."""
-    batches: list[tuple[bytes, int, object]] = []
+    batches: list[tuple[bytes, int, Any]] = []
     with connected(zmq.DEALER, endpoint) as socket:
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
@@ -70,7 +71,7 @@ def publisher() -> Iterator[KVEventPublisher]:
 
 def events_of(publisher: KVEventPublisher) -> list[object]:
     assert publisher.replay_endpoint is not None
-    return [event for *_, (_, events, _) in replay(publisher.replay_endpoint) for event in events]  # type: ignore[misc]
+    return [event for *_, (_, events, _) in replay(publisher.replay_endpoint) for event in events]
 
 
 def test_a_batch_has_vllms_three_frames(publisher: KVEventPublisher) -> None:
@@ -208,7 +209,7 @@ def test_the_engine_publishes_the_tokens_that_it_computed(start_server: StartSer
         ask |= {"temperature": 0, "ignore_eos": True}
         headers = {"x-session-id": "conversation-1"}
         httpx2.post(f"{server.base_url}/completions", json=ask, headers=headers).raise_for_status()
-        stored = [event for *_, (_, events, _) in replay(replay_endpoint) for event in events]  # type: ignore[misc]
+        stored = [event for *_, (_, events, _) in replay(replay_endpoint) for event in events]
     assert {event["type"] for event in stored} == {"BlockStored"}
     assert {event["session_id"] for event in stored} == {"conversation-1"}
     assert stored[0]["extra_keys"][0] == ["s"]

@@ -183,7 +183,7 @@ def test_best_of(server: RunningServer) -> None:
 def test_a_stop_string_can_be_included(server: RunningServer) -> None:
     def text(**options: Any) -> str:
         reply = server.client().completions.create(model=server.model, prompt="The quick", **GREEDY, **options)
-        return reply.choices[0].text
+        return str(reply.choices[0].text)
 
     stop = text()[4:7]
     kept = text(stop=stop, extra_body={"include_stop_str_in_output": True})

@@ -91,7 +91,9 @@ def test_a_load_of_blocks_is_a_phase_of_its_own() -> None:
 
 @given(st.lists(st.integers(0, 100), min_size=5, max_size=5), st.integers(1, 50), st.integers(0, 50))
 def test_phases_always_add_up_to_the_request(middle: list[int], received: int, length: int) -> None:
-    found = phases(EnginePhaseTimings(received, *middle, received + length))
+    loading, submitted, scheduled, first_token, last_token = middle
+    ended = received + length
+    found = phases(EnginePhaseTimings(received, loading, submitted, scheduled, first_token, last_token, ended))
     assert found[0][1] == received
     assert found[-1][2] == received + length
     assert all(start <= end for _, start, end in found)

@@ -35,7 +35,7 @@ def test_they_are_removed_and_named() -> None:
         "messages[1].tool_calls[0].function.parsed",
         "messages[2].status",
     ]
-    plain = [
+    plain: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "Rain?"}]},
         {
             "role": "assistant",

@@ -14,12 +14,12 @@ BOS = 0
 PROMPT = "The quick brown fox jumps over the lazy dog."
 MESSAGES = [{"role": "user", "content": PROMPT}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-GREEDY = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
 
 
 def ask(server: RunningServer, path: str = TEXT, **fields: Any) -> Any:
-    prompt: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": PROMPT}}.get(path, {})
-    reply = httpx2.post(server.url + path, json=prompt | fields, timeout=60)
+    prompts: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": PROMPT}}
+    reply = httpx2.post(server.url + path, json=prompts.get(path, {}) | fields, timeout=60)
     return reply.json()
 
 
@@ -187,6 +187,6 @@ def test_fields_that_routers_add_are_passed_over(server: RunningServer, path: st
 
 
 def test_a_stop_string_is_kept_if_sglangs_field_says_so(server: RunningServer) -> None:
-    forced = {"structured_outputs": {"regex": "one two"}, "stop": [" two"], **GREEDY, "max_tokens": 20}
+    forced: dict[str, Any] = {"structured_outputs": {"regex": "one two"}, "stop": [" two"], **GREEDY, "max_tokens": 20}
     assert ask(server, **forced)["choices"][0]["text"] == "one"
     assert ask(server, **forced, no_stop_trim=True)["choices"][0]["text"] == "one two"

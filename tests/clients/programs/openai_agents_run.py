@@ -12,7 +12,7 @@ ASK = 'CALL weather {"city": "Rome"}'
 set_tracing_disabled(True)
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def weather(city: str) -> str:
     """Look the weather up."""
     return f"sunny in {city}"

@@ -58,7 +58,8 @@ def responses(client: OpenAI) -> None:
     first = client.responses.create(model="m", input=ASK, tools=[tool], tool_choice="required")
     (call,) = [item for item in first.output if item.type == "function_call"]
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    last = client.responses.create(model="m", input=[*ASK, *first.output, output], tools=[tool])
+    turns: Any = [*ASK, *first.output, output]
+    last = client.responses.create(model="m", input=turns, tools=[tool])
     assert last.output_text == "The tool said: sunny" or not SCRIPTED
 
 
