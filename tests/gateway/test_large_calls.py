@@ -19,7 +19,8 @@ from gateway.policy import Deployment
 from gateway.providers.adjusted import AdjustedProvider
 from tests.gateway import harness
 from tests.gateway.calls import a_call
-from tests.gateway.harness import Client, Rig, ScriptedProvider, a_rig, answer, in_time
+from tests.gateway.doubles import ScriptedProvider
+from tests.gateway.harness import Client, Rig, a_rig, answer, in_time
 
 WORKER, LOOP = "large bodies_0", threading.current_thread().name
 

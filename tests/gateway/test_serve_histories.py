@@ -15,20 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.providers.base import Fault, ProviderFailure
-from tests.gateway.harness import (
-    DONE,
-    Client,
-    Rig,
-    ScriptedResponse,
-    a_rig,
-    answer,
-    chat,
-    delta,
-    in_time,
-    policy_of,
-    settle,
-    tenant,
-)
+from tests.gateway.doubles import ScriptedResponse
+from tests.gateway.harness import DONE, Client, Rig, a_rig, answer, chat, delta, in_time, policy_of, settle, tenant
 
 FIELDS: list[dict[str, Any]] = [
     {"stream": True, "temperature": 0},

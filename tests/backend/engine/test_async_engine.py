@@ -1,104 +1,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from backend.engine import async_engine
-from backend.engine.async_engine import AsyncEngine, OutputStream
-from backend.engine.block_pool import BlockPool
+from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import ContextTooLong, EngineDead, QueueFull, RequestRefused
 from backend.engine.outputs import FinishReason, StepOutput
-from backend.engine.plan import RunnerOutput, ScheduledRequest
-from backend.engine.request import Request, RequestStatus
-from backend.engine.sampling_params import SamplingParams
-from backend.engine.scheduler import Scheduler
+from backend.engine.request import RequestStatus
+from tests.backend.engine.scripted_runner import (
+    WAIT_SECONDS,
+    ScriptedRunner,
+    engine,
+    make_request,
+    read,
+    runner,
+    tokens,
+)
 
-WAIT_SECONDS = 30  # only reached if a test fails
-
-
-class ScriptedRunner:
-    """Counts up from each prompt's last token. A test can hold it before a step, or make it fail."""
-
-    uses_lookahead = False
-    use_idle_time = staticmethod(lambda: False)
-
-    def __init__(self) -> None:
-        self.failure: Exception | None = None
-        self.num_steps = 0
-        self.num_interrupted = 0
-        self.observe: Callable[[], None] = lambda: None  # called before a step starts and after it has started
-        self._gate = threading.Event()
-        self._hold_after = math.inf
-
-    def hold(self, *, after: int = 0) -> None:
-        self._hold_after = self.num_steps + after
-
-    def release(self) -> None:
-        self._gate.set()
-
-    def run(
-        self,
-        plan: Sequence[ScheduledRequest],
-        is_interrupted: Callable[[], bool],
-        next_plan: Sequence[ScheduledRequest] = (),
-    ) -> list[RunnerOutput] | None:
-        self.observe()
-        interrupted = is_interrupted()  # every runner checks before it computes anything
-        self.observe()
-        assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
-        if self.failure:
-            raise self.failure
-        if interrupted or is_interrupted():
-            self.num_interrupted += 1
-            return None
-        self.num_steps += 1
-        return [RunnerOutput((scheduled.request.token_ids[-1] + 1,)) for scheduled in plan]
-
-
-@pytest.fixture
-def runner() -> ScriptedRunner:
-    return ScriptedRunner()
-
-
-@pytest.fixture
-async def engine(runner: ScriptedRunner, checkpoint_dir: Callable[[str], Path]) -> AsyncIterator[AsyncEngine]:
-    options: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 2, "max_waiting": 2}
-    config = EngineConfig(model_dir=checkpoint_dir("llama"), max_model_len=128, **options).resolve()
-    scheduler = Scheduler(
-        BlockPool(config.num_blocks, config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        max_waiting=config.max_waiting,
-    )
-    engine = AsyncEngine(Engine(config, scheduler, runner))  # type: ignore[arg-type]
-    await engine.start()
-    yield engine
-    runner.release()
-    await engine.stop()
-
-
-def make_request(name: str = "r", first: int = 0, max_tokens: int = 5, priority: int = 0, **sampling: Any) -> Request:
-    return Request(name, [first], SamplingParams(max_tokens=max_tokens, **sampling), priority=priority)
-
-
-async def read(stream: OutputStream) -> list[StepOutput]:
-    async with asyncio.timeout(WAIT_SECONDS):
-        return [output async for output in stream]
-
-
-def tokens(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
+__all__ = ["engine", "runner"]  # fixtures
 
 
 async def test_each_request_has_its_own_stream_that_ends_with_a_finish_reason(engine: AsyncEngine) -> None:
@@ -270,94 +195,6 @@ async def test_a_background_step_is_interrupted_for_an_urgent_request(
     assert engine.stats().steps_given_up_total == 1
 
 
-async def test_an_error_in_a_step_answers_every_stream_and_ends_the_engine(
-    engine: AsyncEngine, runner: ScriptedRunner, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner.hold()
-    streams = [engine.submit(make_request(f"r{i}")) for i in range(4)]
-    idle = asyncio.create_task(engine.wait_idle())
-    await asyncio.sleep(0)
-    was_healthy = engine.healthy
-    runner.failure = RuntimeError("out of memory")
-    with caplog.at_level(logging.CRITICAL):
-        runner.release()
-        for stream in streams:
-            (last,) = await read(stream)
-            assert last.finish_reason is FinishReason.ERROR
-            assert last.error == "RuntimeError: out of memory"
-        await asyncio.wait_for(idle, WAIT_SECONDS)
-    assert was_healthy and not engine.healthy
-    assert engine.error == "RuntimeError: out of memory"
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.requests_finished[FinishReason.ERROR] >= 1  # those that had reached the scheduler
-    with pytest.raises(EngineDead, match="out of memory"):
-        engine.submit(make_request())
-    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
-
-
-async def test_an_engine_with_an_endless_step_is_not_healthy(
-    engine: AsyncEngine, runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
-    runner.hold()
-    stream = engine.submit(make_request())
-    async with asyncio.timeout(WAIT_SECONDS):
-        while engine.healthy:
-            await asyncio.sleep(0.01)
-    assert engine.stalled
-    runner.release()
-    await read(stream)
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not engine.healthy:
-            await asyncio.sleep(0.01)
-
-
-class LateCondition(threading.Condition):
-    """Loses one race condition: while a wait times out, another thread holds the lock."""
-
-    meanwhile: Callable[[], None] | None = None
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if self.meanwhile is None:
-            return super().wait(timeout)
-        meanwhile, self.meanwhile = self.meanwhile, None
-        meanwhile()
-        return False
-
-
-async def test_a_request_that_arrives_as_the_idle_wait_times_out_is_served(engine: AsyncEngine) -> None:
-    condition = LateCondition()
-    await read(engine.submit(make_request()))
-    await engine.wait_idle()
-    streams: asyncio.Queue[OutputStream] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def submit() -> None:
-        loop.call_soon_threadsafe(streams.put_nowait, engine.submit(make_request("late")))
-
-    condition.meanwhile = submit
-    before, engine._changed = engine._changed, condition
-    with before:
-        before.notify()  # from here on, the engine's thread waits on the other condition
-    async with asyncio.timeout(WAIT_SECONDS):
-        assert len(await read(await streams.get())) == 5
-
-
-async def test_an_inconsistent_pool_ends_the_engine(engine: AsyncEngine) -> None:
-    await read(engine.submit(make_request()))
-    await engine.wait_idle()
-    engine.engine.scheduler.pool._ref_counts[0] = 1
-    stream = engine.submit(make_request("again", max_tokens=1))
-    await read(stream)
-    async with asyncio.timeout(WAIT_SECONDS):
-        while engine.healthy:  # until it has been idle for long enough to be checked
-            await asyncio.sleep(0.01)
-    assert not engine.stats().integrity_ok
-    assert engine.error is not None
-    assert "IntegrityError" in engine.error
-
-
 async def test_tokens_after_a_stop_string_are_counted_as_unwanted(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold(after=3)
     request = make_request(max_tokens=50)
@@ -395,51 +232,6 @@ async def test_stopping_aborts_running_and_waiting_requests(engine: AsyncEngine,
     with pytest.raises(EngineDead, match="not running"):
         engine.submit(make_request())
     await engine.stop()
-
-
-async def test_a_call_runs_between_two_steps_and_returns_its_result(
-    engine: AsyncEngine, runner: ScriptedRunner
-) -> None:
-    runner.hold(after=2)
-    reading = asyncio.create_task(read(engine.submit(make_request())))
-    while runner.num_steps < 2:
-        await asyncio.sleep(0)
-    called = engine.call(
-        lambda: (threading.current_thread().name, engine.engine.scheduler.running[0].num_output_tokens)
-    )
-    cancelled = engine.call(lambda: pytest.fail("it was cancelled"))
-    assert cancelled.cancel()
-    assert not called.done()
-    runner.release()
-    name, num_output_tokens = await asyncio.to_thread(called.result, WAIT_SECONDS)
-    assert name == "engine"
-    assert num_output_tokens >= 2
-    await reading
-    assert await asyncio.to_thread(engine.call(lambda: engine.engine.has_unfinished).result, WAIT_SECONDS) is False
-
-
-async def test_calls_that_the_engine_does_not_reach_fail(engine: AsyncEngine, runner: ScriptedRunner) -> None:
-    runner.hold()
-    runner.failure = RuntimeError("broken")
-    stream = engine.submit(make_request())
-    await asyncio.sleep(0.01)
-    pending, cancelled = (engine.call(engine.stats) for _ in range(2))
-    cancelled.cancel()
-    runner.release()
-    assert (await read(stream))[-1].finish_reason is FinishReason.ERROR
-    with pytest.raises(EngineDead, match="broken"):
-        await asyncio.to_thread(pending.result, WAIT_SECONDS)
-    with pytest.raises(EngineDead, match="broken"):
-        engine.call(engine.stats).result()
-
-
-async def test_an_exception_of_a_call_ends_the_engine(engine: AsyncEngine) -> None:
-    def fail() -> None:
-        raise RuntimeError("half done")
-
-    with pytest.raises(EngineDead, match="half done"):
-        await asyncio.to_thread(engine.call(fail).result, WAIT_SECONDS)
-    assert not engine.healthy
 
 
 async def test_before_start_submit_raises(engine: AsyncEngine) -> None:

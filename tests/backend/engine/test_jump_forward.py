@@ -22,7 +22,8 @@ from backend.engine.outputs import FinishReason, StepOutput
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import VOCAB_SIZE
-from tests.backend.engine.test_grammar import EOS, PERSON, PROMPT, tokenizer
+from tests.backend.engine.byte_tokenizer import EOS, tokenizer
+from tests.backend.engine.test_grammar import PERSON, PROMPT
 
 __all__ = ["tokenizer"]
 

@@ -23,7 +23,7 @@ from backend.native.background import BackgroundCompilation
 from backend.native.compiler import BuildError
 from backend.ops.native import NativeOps
 from backend.ops.reference import ReferenceOps
-from tests.backend.engine.test_async_engine import WAIT_SECONDS, make_request, read, tokens
+from tests.backend.engine.scripted_runner import WAIT_SECONDS, make_request, read, tokens
 from tests.backend.engine.test_invariance import make_requests, run
 
 if library.load() is None:

@@ -17,7 +17,8 @@ from gateway.batches.run import BatchRun
 from gateway.batches.runtime import BatchRuntime
 from gateway.batches.stores.base import CHUNK_BYTES
 from gateway.batches.stores.sqlite import SqliteBatchStore
-from tests.gateway.harness import PEPPER, Rig, ScriptedResponse, a_rig, chat, in_time, settle
+from tests.gateway.doubles import ScriptedResponse
+from tests.gateway.harness import PEPPER, Rig, a_rig, chat, in_time, settle
 
 NOW = 1_000_000.0
 OWNER = "me"

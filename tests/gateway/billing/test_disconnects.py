@@ -17,11 +17,11 @@ from gateway.providers.base import Fault, ProviderFailure
 from gateway.providers.request_progress import REQUEST_PROGRESS
 from gateway.types import Call
 from tests.gateway.billing.test_recovery import recover
+from tests.gateway.doubles import ScriptedProvider
 from tests.gateway.harness import (
     DONE,
     Client,
     Rig,
-    ScriptedProvider,
     a_rig,
     answer,
     chat,

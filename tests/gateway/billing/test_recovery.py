@@ -23,7 +23,8 @@ from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.types import Operation, Usage
 from tests.gateway.billing.ledger.receipts import a_receipt
-from tests.gateway.harness import Rig, ScriptedProvider, a_rig, counted, in_time, policy_of, tenant
+from tests.gateway.doubles import ScriptedProvider
+from tests.gateway.harness import Rig, a_rig, counted, in_time, policy_of, tenant
 
 
 def an_open_call(call_id: str = "req_1", **changes: Any) -> OpenCall:

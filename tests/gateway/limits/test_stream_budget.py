@@ -10,19 +10,8 @@ import pytest
 
 from gateway.core.errors import StorageUnavailable
 from gateway.types import Outcome
-from tests.gateway.harness import (
-    DONE,
-    Client,
-    Rig,
-    ScriptedResponse,
-    a_rig,
-    chat,
-    delta,
-    in_time,
-    settle,
-    tenant,
-    usage_frame,
-)
+from tests.gateway.doubles import ScriptedResponse
+from tests.gateway.harness import DONE, Client, Rig, a_rig, chat, delta, in_time, settle, tenant, usage_frame
 
 STREAM = chat(stream=True)
 TOKEN_NANOS = 2_000  # at 2 per million
