@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gateway.prefix.block_ages import BlockAges
 from gateway.prefix.cache_runs import CachePrediction, KnownBlocks, Run, Walk, known_parts, shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.prefix.learned_capacity import CapacityGroup, LearnedCapacity, Part
+from gateway.prefix.learned_capacity import CapacityGroup, LearnedCapacity, Part, Piece, is_cut, pieces_of
 
 REMEMBERED_FACTOR = 3  # times the capacity: evicted blocks that are remembered
 REMEMBERED_MIN_BLOCKS = 32_768  # remembered at least, so that a capacity is found that was guessed much too small
@@ -283,18 +283,10 @@ class CacheModel:
                 return
             self.version += 1
             self._evict_older(settled)
-        self.learn_capacity(known or (), reported_blocks, is_surprise=is_surprise, is_reported=True)
+        self._learn_capacity(known or (), reported_blocks, is_surprise=is_surprise)
 
-    def learn_capacity(
-        self,
-        known: Sequence[KnownBlocks],
-        cached_blocks: float,
-        *,
-        prompts: int = 1,
-        is_surprise: bool = False,
-        is_reported: bool = False,
-    ) -> None:
-        """The responses to so many prompts found so many of these blocks cached, as was reported or is concluded."""
+    def _learn_capacity(self, known: Sequence[KnownBlocks], cached_blocks: int, *, is_surprise: bool) -> None:
+        """A response reported so many of these blocks as cached."""
         parts: list[Part] = []
         start = 0
         found_from = self._lost_until + 1
@@ -306,17 +298,29 @@ class CacheModel:
                     found_from = min(found_from, part.last_used)
             parts.append((part.distance, part.blocks))
             start += part.blocks
-        capacity = self.capacity
-        learned = self._learned
-        if learned is not None and learned.note(
-            parts, cached_blocks, responses=prompts, is_surprise=is_surprise, is_reported=is_reported
-        ):
-            capacity = learned.blocks
-        if found_from <= self._lost_until:  # blocks that were used so long ago are not lost, so newer ones are not
+        forgets = found_from <= self._lost_until  # blocks that were used so long ago are not lost: newer ones neither
+        if forgets:
             self._lost_until = found_from - 1
-            self._set_capacity(capacity)
-        elif capacity != self.capacity:
-            self._set_capacity(capacity)
+        pieces = [(distance, length) for part in parts for distance, _, length in pieces_of(*part)]
+        cut = is_cut(parts, cached_blocks)
+        is_changed = self.learn_capacity(pieces, cached_blocks, is_surprise=is_surprise, ends_guess=cut)
+        if forgets and not is_changed:
+            self._set_capacity(self.capacity)
+
+    def learn_capacity(
+        self, pieces: Sequence[Piece], found: float, *, responses: int = 1, is_surprise: bool, ends_guess: bool
+    ) -> bool:
+        """So many responses found so much of these pieces cached, as was reported or is concluded from times.
+
+        True if the capacity changed. `LearnedCapacity.note` describes the arguments.
+        """
+        learned = self._learned
+        if learned is None or not learned.note(
+            pieces, found, responses=responses, is_surprise=is_surprise, ends_guess=ends_guess
+        ):
+            return False
+        self._set_capacity(learned.blocks)
+        return True
 
     def _set_capacity(self, capacity: int) -> None:
         self.version += 1

@@ -21,12 +21,14 @@ from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.in_flight import InFlightPrompt
+from gateway.prefix.learned_capacity import Piece, pieces_of
 from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
 
 HIT_MIN_SECONDS = 0.05  # that the hit of a prompt must save at least
 HIT_MIN_ERRORS = 8.0  # and also so many times the mean error of predicted periods
 CLEAR_SHARE = 0.25  # of what a hit saves: how far a clear case may be from the time that it explains
 CONTRADICTION_SHARE = 0.1  # of a period's length: a smaller error of a prediction may be one of the speed
+CLEAR_FACTOR = 2.0  # times as long as a period takes if all known blocks are cached: no error of the speed is so large
 ERROR_WEIGHT = 0.1  # of the newest prompt, in the mean error
 PROMPTS_MAX = 256  # of a period; a longer one teaches nothing
 
@@ -88,28 +90,41 @@ class InferredHits:
     def _learn_capacity(
         self, prompts: list[InFlightPrompt], seconds: float, speed: PrefillSpeed, cache: CacheModel
     ) -> None:
-        """Learn from how many of all these prompts' tokens were cached."""
-        parts = [part for prompt in prompts for part in prompt.known]
+        """Learn from how much work the blocks saved that all these prompts found cached."""
         # Blocks that another prompt of the same period computes may be cached or not, whatever the capacity is.
-        if sum(part.blocks for part in parts) != sum(prompt.prediction.remembered for prompt in prompts):
+        known_blocks = sum(part.blocks for prompt in prompts for part in prompt.known)
+        if known_blocks != sum(prompt.prediction.remembered for prompt in prompts):
             return
-        parts = [part for part in parts if not part.is_lost]
-        known_blocks = sum(part.blocks for part in parts)
-        known_work = sum(
-            speed.work(0, BLOCK_TOKENS * sum(part.blocks for part in prompt.known if not part.is_lost))
-            for prompt in prompts
-        )
-        known_seconds = known_work / speed.tokens_per_second
+        pieces = [piece for prompt in prompts for piece in _pieces(prompt, speed)]
+        known_work = sum(work for _, work in pieces)
+        rate = speed.tokens_per_second
         # Errors of several prompts even out.
         min_seconds = self._min_seconds(speed) if len(prompts) == 1 else HIT_MIN_SECONDS * len(prompts)
-        if known_seconds < min_seconds:
+        if known_work < min_seconds * rate:
             return
-        saved_work = sum(speed.work(0, prompt.prompt_tokens) for prompt in prompts) - seconds * speed.tokens_per_second
-        cache.learn_capacity(parts, known_blocks * saved_work / known_work, prompts=len(prompts), is_surprise=True)
+        saved_work = sum(speed.work(0, prompt.prompt_tokens) for prompt in prompts) - seconds * rate
+        lost_seconds, hit_seconds = (known_work - saved_work) / rate, seconds - (known_work - saved_work) / rate
+        # Neither an error of the speed nor a restart explains that much of it was lost, and not all.
+        is_cut = (
+            lost_seconds > max(self._min_seconds(speed), CLEAR_FACTOR * hit_seconds)
+            and CONTRADICTION_SHARE * known_work < saved_work < (1 - CONTRADICTION_SHARE) * known_work
+        )
+        cache.learn_capacity(pieces, saved_work, responses=len(prompts), is_surprise=True, ends_guess=is_cut)
 
     def _min_seconds(self, speed: PrefillSpeed) -> float:
         """What cached blocks must save, so that their times differ clearly from those of uncached ones."""
         return max(HIT_MIN_SECONDS, HIT_MIN_ERRORS * max(speed.error_seconds, self._error_seconds))
+
+
+def _pieces(prompt: InFlightPrompt, speed: PrefillSpeed) -> Iterator[Piece]:
+    """The known parts of a prompt that are not lost, in pieces that count as much as it is work to compute them."""
+    start = 0
+    for part in prompt.known:
+        if not part.is_lost:
+            for distance, place, length in pieces_of(part.distance, part.blocks):
+                begin = start + place
+                yield distance, speed.work(begin * BLOCK_TOKENS, (begin + length) * BLOCK_TOKENS)
+        start += part.blocks
 
 
 def _ends_of_runs(prediction: CachePrediction) -> Iterator[int]:

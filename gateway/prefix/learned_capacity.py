@@ -12,7 +12,9 @@ by `GUESS_ERROR` with each step of the ladder away from it, up to `GUESS_ERROR_M
 
 If blocks were used together, engines evict the last of them first. So a response that finds only some of them shows the
 capacity almost exactly. For this, such blocks are divided into `PIECES`. Nothing but a full cache does this (a restart
-loses all of them), so the first reported one ends the policy's guess.
+loses all of them), so the first response that certainly did ends the policy's guess.
+
+What was found of several prompts together is taken to be what was used last: the pieces are sorted over all of them.
 
 Deployments that the policy describes as equal share what they see (`CapacityGroup`), which counts like
 `GROUP_RESPONSES` of their own.
@@ -21,7 +23,7 @@ Deployments that the policy describes as equal share what they see (`CapacityGro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 STEP = 1.05  # between two capacities of the ladder
@@ -38,6 +40,8 @@ _LADDER = [STEP**step for step in range(CLASSES)]
 
 Part = tuple[float, int]
 """Blocks of a prompt that were used together: their reuse distance in blocks, and how many they are."""
+Piece = tuple[float, float]
+"""A few blocks of a part: the least capacity at which they are cached, and what they count."""
 
 
 class CapacityErrors:
@@ -84,43 +88,32 @@ class LearnedCapacity:
         self._since = 0  # responses since the capacity was computed
 
     def note(
-        self,
-        parts: Iterable[Part],
-        cached_blocks: float,
-        *,
-        responses: int = 1,
-        is_surprise: bool,
-        is_reported: bool = False,
+        self, pieces: Sequence[Piece], found: float, *, responses: int = 1, is_surprise: bool, ends_guess: bool = False
     ) -> bool:
-        """So many responses found so many of these blocks cached. True if the estimate changed.
+        """So many responses found so much of these pieces cached. True if the estimate changed.
 
-        `is_surprise`: it was predicted otherwise, so the estimate is computed at once. `is_reported`: the engine said
-        so; else it was concluded from times, and is not exact.
+        `is_surprise`: it was predicted otherwise, so the estimate is computed at once. `ends_guess`: nothing but a
+        full cache explains what was found.
         """
-        ordered = sorted(parts)
-        known_blocks = sum(blocks for _, blocks in ordered)
-        if not known_blocks:
+        total = sum(weight for _, weight in pieces)
+        if total <= 0:
             return False
-        found, before = min(max(0.0, cached_blocks), known_blocks), 0.0
+        found, before = min(max(0.0, found), total), 0.0
         changes: list[tuple[int, float]] = []
-        for distance, blocks in ordered:
-            # A cache that has no room for all of them has evicted the last ones.
-            piece, start = max(blocks / PIECES, PIECE_MIN_BLOCKS), 0.0
-            while start < blocks:
-                length = min(piece, blocks - start)
-                change = abs(found - before - length) - abs(found - before)
-                changes.append((_step(distance + start + length / 2), responses * change / known_blocks))
-                before, start = before + length, start + length
+        for distance, weight in sorted(pieces):  # a larger capacity finds the next one, too
+            change = abs(found - before - weight) - abs(found - before)
+            changes.append((_step(distance), responses * change / total))
+            before += weight
         self._errors.add(changes)
-        self._guess_weight = 0.0 if is_reported and _is_cut(ordered, found) else KEPT * self._guess_weight
+        self._guess_weight = 0.0 if ends_guess else KEPT * self._guess_weight
         if self.group is not None:
             self.group.errors.add(changes)
         self._since += 1
         if not is_surprise and self._since < RECOMPUTED_EVERY:
             return False
         self._since = 0
-        before, self.blocks = self.blocks, self._best()
-        return self.blocks != before
+        blocks_before, self.blocks = self.blocks, self._best()
+        return self.blocks != blocks_before
 
     def _best(self) -> int:
         """The capacity with the least error."""
@@ -135,7 +128,19 @@ class LearnedCapacity:
         return self._guess if best == _step(self._guess) else round(_LADDER[best])
 
 
-def _is_cut(parts: Sequence[Part], found: float) -> bool:
+def pieces_of(distance: float, blocks: int) -> Iterator[tuple[float, float, float]]:
+    """A part's pieces: the distance at which each ends on average, its first block's place in the part, and its length.
+
+    A cache that has no room for all blocks of the part has evicted the last ones.
+    """
+    length, start = max(blocks / PIECES, PIECE_MIN_BLOCKS), 0.0
+    while start < blocks:
+        in_piece = min(length, blocks - start)
+        yield distance + start + in_piece / 2, start, in_piece
+        start += in_piece
+
+
+def is_cut(parts: Iterable[Part], found: float) -> bool:
     """Whether blocks that were used together were found only in part: not if all are lost, as by a restart."""
     end = 0.0
     for _, blocks in parts:

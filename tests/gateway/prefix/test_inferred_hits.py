@@ -6,6 +6,8 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+import pytest
+
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -52,29 +54,58 @@ def test_the_capacity_is_found_from_prompts_that_are_computed_together() -> None
     assert 700 < server.estimate.cache.capacity < 1_400
 
 
+class BusyServer(Server):
+    """One that is never idle: a conversation's next prompt is sent before the last one is computed."""
+
+    def __init__(self, capacity: int, guess: int, lengths: list[int]) -> None:
+        super().__init__(capacity, guess)
+        self.lengths = lengths  # of the conversations, in blocks
+        self._waiting: deque[tuple[InFlightPrompt, int]] = deque()
+        self.compute(conversation(9, 100))  # teaches the speed
+        for number in range(len(lengths)):
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        self.lengths[number] += 2
+        chain = conversation(number, self.lengths[number])
+        self._waiting.append((self.estimate.begin(chain, len(chain) * BLOCK_TOKENS, self.now), number))
+
+    def compute_next(self) -> None:
+        prompt, number = self._waiting.popleft()
+        uncached = len(prompt.chain) - self.cache.match(prompt.chain)
+        self.cache.add(prompt.chain)
+        self.now += self.estimate.speed.overhead_seconds + uncached * BLOCK_TOKENS / RATE
+        self.estimate.first_chunk(prompt, self.now)
+        self.estimate.end(prompt, self.now)
+        self._send(number)
+        assert self._waiting, "it is never idle"
+
+
 def test_the_capacity_is_found_of_a_server_that_is_never_idle() -> None:
-    """A conversation's next prompt is sent before the last one is computed. Three do not fit into the cache."""
-    server, lengths = Server(capacity=250, guess=10_000), [100, 100, 100]
-    server.compute(conversation(9, 100))  # teaches the speed
-    waiting: deque[tuple[InFlightPrompt, int]] = deque()
-
-    def send(number: int) -> None:
-        lengths[number] += 2
-        chain = conversation(number, lengths[number])
-        waiting.append((server.estimate.begin(chain, len(chain) * BLOCK_TOKENS, server.now), number))
-
-    for number in range(3):
-        send(number)
+    """Three conversations do not fit into the cache."""
+    server = BusyServer(250, 10_000, [100, 100, 100])
     for _ in range(90):
-        prompt, number = waiting.popleft()
-        uncached = len(prompt.chain) - server.cache.match(prompt.chain)
-        server.cache.add(prompt.chain)
-        server.now += server.estimate.speed.overhead_seconds + uncached * BLOCK_TOKENS / RATE
-        server.estimate.first_chunk(prompt, server.now)
-        server.estimate.end(prompt, server.now)
-        send(number)
-        assert waiting, "it is never idle"
+        server.compute_next()
     assert 150 < server.estimate.cache.capacity < 400
+
+
+def test_two_conversations_that_evict_each_others_ends_show_the_capacity_within_a_few_turns() -> None:
+    """Each finds its beginning. So the capacity lies between a conversation's reuse distance and that plus its length."""
+    server = BusyServer(1_000, 100_000, [600, 600])
+    for _ in range(6):
+        server.compute_next()
+    assert server.estimate.cache.capacity == pytest.approx(1_000, rel=0.25)
+
+
+def test_periods_that_take_twice_as_long_for_another_reason_show_no_capacity() -> None:
+    """The engine pauses, or computes prompts of others: nothing says that a part of these prompts was evicted."""
+    server, rng = Server(capacity=100_000, guess=100_000), random.Random(1)
+    for number in range(1, 10):
+        server.compute(conversation(number, 100))
+    for _ in range(10):
+        chains = [conversation(number, 104) for number in rng.sample(range(1, 10), 3)]
+        server.compute(*chains, noise_seconds=4 * BLOCK_TOKENS / RATE)
+    assert server.estimate.cache.capacity == 100_000
 
 
 def test_a_delay_of_a_short_prefix_does_not_look_like_a_restart() -> None:

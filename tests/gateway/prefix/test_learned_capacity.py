@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.prefix.learned_capacity import CapacityGroup, LearnedCapacity
+from gateway.prefix.learned_capacity import CapacityGroup, LearnedCapacity, Part, Piece, is_cut, pieces_of
 
 TRUE = 1_000
 
@@ -15,6 +15,10 @@ def respond(learned: LearnedCapacity, distance: int, *, wrong: bool = False) -> 
     """A response on a prompt of 50 blocks with this reuse distance, at a cache of `TRUE` blocks."""
     is_cached = (distance < TRUE) is not wrong
     learned.note([(distance, 50)], 50 * is_cached, is_surprise=is_cached is not (distance < learned.blocks))
+
+
+def pieces(*parts: Part) -> list[Piece]:
+    return [(distance, length) for part in parts for distance, _, length in pieces_of(*part)]
 
 
 @pytest.mark.parametrize("guess", [TRUE // 10, TRUE, 10 * TRUE])
@@ -27,12 +31,24 @@ def test_the_capacity_is_found_in_two_hundred_responses(guess: int, wrong_share:
             assert 0.7 * TRUE <= learned.blocks <= 1.4 * TRUE
 
 
-def test_one_reported_response_that_finds_a_part_corrects_a_guess_and_one_that_finds_nothing_does_not() -> None:
+def test_one_response_that_certainly_found_a_part_corrects_a_guess() -> None:
     """A restart loses everything, and only a cache that is too small loses the end."""
-    for found, is_reported, is_corrected in ((200, True, True), (200, False, False), (0, True, False)):
+    part = (TRUE - 200, 400)
+    for ends_guess in (True, False):
         learned = LearnedCapacity(100 * TRUE)
-        learned.note([(TRUE - 200, 400)], found, is_surprise=True, is_reported=is_reported)
-        assert (learned.blocks == pytest.approx(TRUE, rel=0.1)) == is_corrected, (found, is_reported)
+        learned.note(pieces(part), 200, is_surprise=True, ends_guess=ends_guess)
+        assert (learned.blocks == pytest.approx(TRUE, rel=0.1)) == ends_guess
+    assert is_cut([part], 200)
+    assert not is_cut([part], 0) and not is_cut([part], 400)
+    assert not is_cut([(10, 50), part], 50)
+
+
+def test_what_several_prompts_found_together_is_what_was_used_last() -> None:
+    """Two conversations that evict each other's ends: of both, the beginnings are cached."""
+    learned = LearnedCapacity(100 * TRUE)
+    parts = [(TRUE - 300, 600), (TRUE - 300, 600)]
+    learned.note(pieces(*parts), 600, responses=2, is_surprise=True, ends_guess=True)
+    assert learned.blocks == pytest.approx(TRUE, rel=0.15)
 
 
 def test_a_few_responses_that_find_parts_show_a_capacity_far_below_the_guess() -> None:
@@ -42,7 +58,7 @@ def test_a_few_responses_that_find_parts_show_a_capacity_far_below_the_guess() -
         respond(learned, rng.randrange(TRUE // 2))
     for _ in range(8):
         distance = rng.randrange(TRUE - 300, TRUE - 100)
-        learned.note([(distance, 400)], TRUE - distance, is_surprise=True)
+        learned.note(pieces((distance, 400)), TRUE - distance, is_surprise=True)
     assert learned.blocks == pytest.approx(TRUE, rel=0.15)
 
 
