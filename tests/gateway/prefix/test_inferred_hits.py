@@ -90,7 +90,7 @@ def test_the_capacity_is_found_of_a_server_that_is_never_idle() -> None:
 
 
 def test_two_conversations_that_evict_each_others_ends_show_the_capacity_within_a_few_turns() -> None:
-    """Each finds its beginning. So the capacity lies between a conversation's reuse distance and that plus its length."""
+    """Each finds its beginning, so the capacity lies between its reuse distance and that plus its length."""
     server = BusyServer(1_000, 100_000, [600, 600])
     for _ in range(6):
         server.compute_next()
