@@ -222,8 +222,9 @@ async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
     report("more, with open, receipt and settle", paced.call, "us CPU a call")
     quantiles = statistics.quantiles(paced.latencies, n=100)
     report("until settled", quantiles[49] * 1e3, "ms p50", f", {quantiles[98] * 1e3:.2f} ms p99")
-    rows, _, broken = verify(directory)
-    assert broken is None
+    verification = verify(directory)
+    assert not (verification.broken or verification.unreadable)
+    rows = verification.rows
     report(f"verify, a row of {rows}", cpu_us(lambda: verify(directory), 1) / rows, "us CPU")
     report("summarise, a row", cpu_us(lambda: summarise(directory, by=["day"]), 1) / rows, "us CPU")
     return lines

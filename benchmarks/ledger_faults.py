@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -162,12 +163,13 @@ class Replica:
         environment: Mapping[str, str] = MappingProxyType({}), **settings: str,
     ) -> None:  # fmt: skip
         """`settings` override those that all replicas share. `environment` has further variables of the process."""
-        given = {"ledger_dir": str(folder / "ledger"), "log_level": "error", "ledger_ship": storage} | settings
+        given: dict[str, Any] = {"ledger_dir": str(folder / "ledger"), "log_level": "error", "ledger_ship": storage}
         self.name = name
-        self._start = lambda: gateway(
-            folder / name, policy, storage=storage, port=self.port, replica=name, environment=environment, **given
-        )
         self.port = free_port()
+        self._start = partial(
+            gateway, folder / name, policy, storage=storage, port=self.port, replica=name, environment=environment,
+            **given | settings,
+        )  # fmt: skip
         self._process = ExitStack()
         self.front: Gateway | None = None
 

@@ -14,7 +14,7 @@ import asyncio
 import os
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from gateway.__main__ import main
 from gateway.server import listener
@@ -53,7 +53,8 @@ def _record() -> None:
         await start(server, *arguments, **named)  # type: ignore[arg-type]
         Turns(file).turn()
 
-    listener.Server.startup = startup  # type: ignore[method-assign]
+    server: Any = listener.Server
+    server.startup = startup
 
 
 if __name__ == "__main__":

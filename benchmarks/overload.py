@@ -153,7 +153,7 @@ async def capacity_of(clients: Clients, options: argparse.Namespace, chance: ran
     await asyncio.gather(*[client() for _ in range(2 * 2 * options.slots)])
     if answered[False]:
         raise SystemExit(f"{answered[False]} calls failed at capacity, without overload")
-    return answered[True] / options.capacity_seconds
+    return answered[True] / float(options.capacity_seconds)
 
 
 async def sample(pid: int, memory: list[float]) -> None:

@@ -121,7 +121,7 @@ def _answer(vendor: str, body: dict[str, Any], line: Line, text: str) -> Answer:
     if vendor == "anthropic":
         counts = {"input_tokens": line.input, "output_tokens": line.output}
         message = {"id": "msg", "type": "message", "role": "assistant", "model": "m", "stop_sequence": None}
-        begin = {
+        begin: dict[str, Any] = {
             **message,
             "content": [],
             "stop_reason": None,

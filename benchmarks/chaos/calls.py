@@ -108,7 +108,7 @@ def parse(received: bytes) -> Reply:
 
 
 def _unchunked(body: bytes) -> tuple[bytes, bool]:
-    parts, at = [], 0
+    parts, at = list[bytes](), 0
     while (end := body.find(b"\r\n", at)) >= 0:
         size = int(body[at:end], 16)
         if size == 0:

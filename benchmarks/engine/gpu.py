@@ -252,13 +252,14 @@ def measure(model_dir: Path, work: Workload, rounds: int) -> tuple[Size, dict[st
 
 def measure_peer(model_dir: Path, work: Workload, rounds: int) -> float:
     """Output tokens per second of transformers' continuous batching, with the same requests and temperature."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to(work.device).eval()
     requests = make_requests(work, model.config.vocab_size)
     generation = GenerationConfig(
         max_new_tokens=work.lengths[1], do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0
     )
-    bounds = ContinuousBatchingConfig(max_requests_per_batch=work.requests, allow_block_sharing=False, **work.peer)
+    peer: dict[str, Any] = work.peer
+    bounds = ContinuousBatchingConfig(max_requests_per_batch=work.requests, allow_block_sharing=False, **peer)
     best = 0.0
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=bounds, block=True, timeout=60

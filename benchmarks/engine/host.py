@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from backend.engine.batch import Batch
+from backend.engine.captured_steps import DecodeStep
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner
-from backend.engine.graphs import DecodeStep, GraphCapture
+from backend.engine.graphs import GraphCapture
 from backend.engine.paged_model import PagedModel
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams

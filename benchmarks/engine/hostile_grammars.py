@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from backend.demo_model import WEIGHTS
-from benchmarks.engine.peers import running
+from benchmarks.warm_paths.stack import running
 
 READY = r"engine ready on (\S+) model"
 RECEIVE_BYTES = 1 << 16

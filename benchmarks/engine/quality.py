@@ -66,7 +66,7 @@ def encode(model: ServedModel, messages: list[dict[str, Any]], *, add_generation
     return model.codec.encode(text, add_special_tokens=False)
 
 
-def logprobs(texts: Sequence[tuple[list[int], list[int]]], options: dict[str, str]) -> Iterator[float]:
+def logprobs(texts: Sequence[tuple[list[int], list[int]]], options: dict[str, Any]) -> Iterator[float]:
     """Natural log-probabilities of the tokens of the answers."""
     config = EngineConfig(model_dir=DEMO_DIR, num_blocks=1024, num_threads=1, **{"dtype": "float32", **options})
     engine = Engine.load(config)

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,15 @@ def kinds(directory: Path, options: dict[str, Any]) -> dict[str, Callable[[], Ki
     def load(model_dir: Path, **more: Any) -> Engine:
         return Engine.load(EngineConfig(model_dir=model_dir, enable_prefix_caching=False, **options, **more))
 
+    def told(rate: float) -> Kind:
+        return Kind(plain, load(tiny, dtype="float32"), {}, rate)
+
     plain = load(tiny, dtype="float32")
     few = {"logit_bias": dict.fromkeys(range(0, VOCAB_SIZE, VOCAB_SIZE // FEW), 100.0)}
     demo_load = {"max_num_batched_tokens": 512}
     faint = directory / "faint"
     return {
-        **{f"told {rate}": lambda rate=rate: Kind(plain, load(tiny, dtype="float32"), {}, rate) for rate in RATES},
+        **{f"told {rate}": partial(told, rate) for rate in RATES},
         "draft model": lambda: Kind(
             load(faint), load(faint, speculation="draft_model", draft_model_dir=directory / "draft"), {}
         ),

@@ -81,7 +81,7 @@ def measure(url: str, kind: str, streams: int, tokens: int) -> dict[str, float]:
             for key, _ in selector.select():
                 data = key.fileobj.recv(RECEIVE_BYTES)  # type: ignore[union-attr]
                 received += data.count(TOKEN)
-                waiting.discard(key.fileobj)  # type: ignore[arg-type]
+                waiting.discard(key.fileobj)
         before, began, first = cpu_of_threads(server), time.perf_counter(), received
         while len(selector.get_map()):
             for key, _ in selector.select():

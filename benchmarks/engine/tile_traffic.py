@@ -13,15 +13,17 @@ import tempfile
 from pathlib import Path
 
 from backend.native import library
+from backend.native.compiler import COMPILERS
+from backend.native.compiler import FLAGS as KERNEL_FLAGS
 
 SOURCE = Path(__file__).with_name("tile_traffic.cpp")
-FLAGS = (*(flag for flag in library.FLAGS if flag not in ("-O3", "-shared")), "-O1", "-mavx512bw")
+FLAGS = (*(flag for flag in KERNEL_FLAGS if flag not in ("-O3", "-shared")), "-O1", "-mavx512bw")
 
 
 def main() -> None:
     if (loaded := library.load()) is None or not {"avx512", "amx"} & {*loaded.level_names}:
         sys.exit("the AMX kernels need a compiler and AVX-512, which this CPU lacks")
-    compiler = next(path for name in library.COMPILERS if (path := shutil.which(name)))
+    compiler = next(path for name in COMPILERS if (path := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "tile_traffic"
         subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(program)], check=True)

@@ -18,14 +18,15 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import httptools
 import uvloop
 
-from benchmarks.gateway.load import payload, percentiles
-from benchmarks.gateway.run import KEY, LOAD_CPU, ROOT, TARGET_CPU, apply, listening, machine, pinned
+from benchmarks.gateway.load import KEY, payload, percentiles
+from benchmarks.gateway.run import LOAD_CPU, ROOT, TARGET_CPU, apply, listening, machine, pinned
 from benchmarks.gateway.run import Target as Gateway
 from gateway.core.api_keys import hash_key
 from tests.redis_server import RedisServer
@@ -97,7 +98,7 @@ async def burst(port: int, streams: int) -> dict[str, Any]:
     request, ends, protocols = payload(options), [], []
     for _ in range(streams):
         ended = loop.create_future()
-        _, protocol = await loop.create_connection(lambda ended=ended: Stream(result, ended), "127.0.0.1", port)
+        _, protocol = await loop.create_connection(partial(Stream, result, ended), "127.0.0.1", port)
         ends.append(ended)
         protocols.append(protocol)
     began = loop.time()

@@ -11,7 +11,8 @@ import json
 import statistics
 import time
 
-from benchmarks.gateway.in_process import JSON_REPLY, Ask, Load, json_load, run
+from benchmarks.gateway.in_process import Ask, Load, json_load, run
+from benchmarks.gateway.mock_server import JSON_REPLY
 
 PROMPT_KB = (1, 10, 100, 1000)
 MESSAGE_KB = 25  # of a longer prompt, which has several messages

@@ -97,18 +97,18 @@ class SteppedLoop(uvloop.Loop):
         self._now: list[float] = []  # the time if the clock stands still
         self._timers: list[asyncio.TimerHandle] = []  # a heap of those set since then
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:  # type: ignore[override]
+    ) -> asyncio.TimerHandle:
         if not self._now:
             return super().call_at(when, callback, *args, context=context)
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, timer)
         return timer
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:  # type: ignore[override]
+    ) -> asyncio.TimerHandle:
         if not self._now:
             return super().call_later(delay, callback, *args, context=context)
         return self.call_at(self._now[0] + delay, callback, *args, context=context)
@@ -118,7 +118,8 @@ class SteppedLoop(uvloop.Loop):
 
     def stop_clock(self) -> None:
         self._now.append(self.time())
-        self.time = partial(getitem, self._now, 0)  # type: ignore[method-assign]  # one call of C, as uvloop's
+        clock: Any = partial(getitem, self._now, 0)  # one call of C, as uvloop's
+        self.time = clock  # type: ignore[method-assign]
 
     def step(self, seconds: float) -> None:
         """Move the clock, and let the timers run that are due."""
@@ -149,7 +150,7 @@ class MemoryLoop(SteppedLoop):
 
     reads: Iterator[bytes]
 
-    async def create_connection(self, protocol_factory: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+    async def create_connection(self, protocol_factory: Any, *_: Any, **__: Any) -> Any:
         protocol = protocol_factory()
 
         def answer(request: bytes) -> None:
@@ -259,11 +260,12 @@ async def gateway(loop: MemoryLoop, folder: Path) -> AsyncIterator[Ask]:
         return await client.ask(load.request, load.end)
 
     loop.stop_clock()
-    ids.time = cast(Any, SimpleNamespace(time_ns=lambda: int(loop.time() * 1e9)))  # the ids' module reads no other time
+    stepped = SimpleNamespace(time_ns=lambda: int(loop.time() * 1e9))
+    vars(ids)["time"] = stepped  # the ids' module reads no other time
     try:
         yield ask
     finally:
-        ids.time = time
+        vars(ids)["time"] = time
         loop.start_clock()
         stop.set()
         await lifespan

@@ -189,7 +189,7 @@ def fit(observed: Observed) -> EngineSpeed:
 
 
 def _with(base: EngineSpeed, logs: Any) -> EngineSpeed:
-    values = {name: float(math.exp(value)) for name, value in zip(FITTED, logs, strict=True)}
+    values: dict[str, Any] = {name: float(math.exp(value)) for name, value in zip(FITTED, logs, strict=True)}
     return dataclasses.replace(base, **values)
 
 

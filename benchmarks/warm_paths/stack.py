@@ -118,7 +118,11 @@ def gateway(
     }
     file.write_text(yaml.safe_dump(content))
     command = [sys.executable, "-m", "gateway", "serve", "--policy", str(file), "--port", "0"]
-    settings = {"WARMPATH_DATA_DIR": str(folder / "data"), "WARMPATH_STORAGE": "memory://", "WARMPATH_REPLICA": "gw"}
+    settings: dict[str, Any] = {
+        "WARMPATH_DATA_DIR": str(folder / "data"),
+        "WARMPATH_STORAGE": "memory://",
+        "WARMPATH_REPLICA": "gw",
+    }
     with running(command, folder / "process", r"warmpath ready on (\S+) policy", **settings) as url:
         yield url
 
