@@ -28,7 +28,7 @@ from gateway.server import http_protocol
 from gateway.settings import resolve_secret
 from tests.gateway.calls import a_call, a_policy
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
-from tests.gateway.server.test_http_protocol import body, head, replying, serving
+from tests.gateway.server.sockets import body, head, replying, serving
 
 STALL_SECONDS = 0.8
 LIMIT_SECONDS = 0.5
