@@ -84,13 +84,10 @@ Caches* caches;
 #define _tile_dpbssd(sum, a, b) counting::caches->products++
 #define _mm_prefetch(from, hint) counting::caches->fetch(from)
 
-#include "../../backend/native/kernels/operations.h"
-#include "../../backend/native/kernels/team.h"
+#include "../../backend/native/kernels/parts/amx_products.cpp"
 #include "../../backend/native/kernels/run_all.h"
 
-#include "../../backend/native/kernels/avx512.h"
-
-#include "../../backend/native/kernels/amx.h"
+using namespace warmpath;
 
 void count(int64_t rows, int64_t ins, int64_t outs, Format format) {
   const auto zeros = [](size_t bytes) { return std::memset(std::aligned_alloc(4096, bytes), 0, bytes); };
@@ -108,10 +105,11 @@ void count(int64_t rows, int64_t ins, int64_t outs, Format format) {
                format,
                1,
                NONE};
-  const Level level = {"amx", amx::run, amx::shared_bytes, amx::begin, amx::end};
+  const Level level = {[](const Op& op, void* shared) { parts::amx_products(op.linear, shared); },
+                       [](const Op& op) { return amx::packed_bytes(op.linear); }, amx::begin, amx::end};
   counting::Caches own;
   counting::caches = &own;
-  run_all(level, &op, 1, zeros((amx::shared_bytes(op) / 4096 + 1) * 4096));
+  run_all(level, &op, 1, zeros((level.shared_bytes(op) / 4096 + 1) * 4096));
   const auto mib = [](int64_t lines) { return double(lines) * counting::LINE / (1 << 20); };
   const auto each = [&](int64_t lines) { return double(lines) * counting::LINE / double(own.products); };
   std::printf("%5ld %5ld %5ld  %-8s %7.0f %7.0f %11.1f %8.1f %8.1f\n", long(rows), long(ins), long(outs),

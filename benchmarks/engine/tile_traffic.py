@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 
 from backend.native import library
-from backend.native.compiler import COMPILERS
+from backend.native.compiler import COMPILERS, LEVELS
 from backend.native.compiler import FLAGS as KERNEL_FLAGS
 
 SOURCE = Path(__file__).with_name("tile_traffic.cpp")
-FLAGS = (*(flag for flag in KERNEL_FLAGS if flag not in ("-O3", "-shared")), "-O1", "-mavx512bw")
+AMX = next(level for level in LEVELS if level.name == "amx")
+FLAGS = (*(flag for flag in KERNEL_FLAGS if flag != "-O3"), *AMX.flags, "-O1")
 
 
 def main() -> None:
