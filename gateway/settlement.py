@@ -38,7 +38,7 @@ from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.providers.base import Fault, Sink
-from gateway.providers.text_events import TextSink
+from gateway.providers.text_events import DirectText, TextSink
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.upstream import Upstream
@@ -89,6 +89,7 @@ class Settlement:
         self._from_cache = from_cache
         self._read_to_end = flight.read_to_end
         self._note_output_at = math.inf  # bytes received, after which the ledger gets the number of output tokens
+        self._direct: DirectText | None = None  # passes on text, until the ledger notes the output again
         self._hedge_usage: HedgeUsage | None = None  # set if a hedged attempt won
         self._upstream: Upstream | None = None
         self._left_at: DeploymentState | None = None  # the deployment that worked when the call ended early
@@ -158,6 +159,8 @@ class Settlement:
     def _note_output(self, received: int) -> None:
         """Let the ledger have the number of output tokens so far. So many bytes have been received."""
         self._note_output_at = float(received + NOTED_BYTES)
+        if self._direct is not None:
+            self._direct.until = self._note_output_at
         self._opener.note_output(self.meter.usage.output)
 
     def text_sink(self, sink: Sink) -> TextSink | None:
@@ -175,7 +178,10 @@ class Settlement:
                 self._note_output(text.received)
             return write(chunk, False) or exchange.put(chunk)
 
-        return take_text
+        direct = None
+        if text.events and not exchange.client_gone:
+            direct = self._direct = exchange.direct_text(text, self._note_output_at)
+        return TextSink(take_text, direct)
 
     def watcher(self) -> Callable[[bytes], bytes]:
         """`watch`, or a form that also checks the cost so far if a budget may cut this stream."""
@@ -209,8 +215,8 @@ class Settlement:
             headers["x-warmpath-deployment"] = self._upstream.deployment.name
         if self._from_cache:
             headers["x-warmpath-cache"] = self._record.cache
-        usage = self._usage()
-        if usage.exact:
+        is_uncounted = self._record.usage is None and self.meter.is_uncounted  # then there is nothing to estimate
+        if not is_uncounted and (usage := self._usage()).exact:
             headers["x-warmpath-cached-tokens"] = str(usage.cache_read)
         if self._call.canonical_steps:
             headers["x-warmpath-canonical"] = ",".join(self._call.canonical_steps)

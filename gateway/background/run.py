@@ -64,6 +64,9 @@ class RunWire:
             self._received(chunk)
         return True
 
+    def coded_writer(self) -> None:
+        """Return None, because there is no transfer coding."""
+
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         self._tell = tell
 

@@ -98,6 +98,9 @@ class LineReply:
         self.body += chunk
         return True
 
+    def coded_writer(self) -> None:
+        """Return None, because there is no transfer coding."""
+
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         """Do nothing, because this client never disconnects."""
 

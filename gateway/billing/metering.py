@@ -207,6 +207,11 @@ class Meter:
         return counted
 
     @property
+    def is_uncounted(self) -> bool:
+        """Whether the engine has sent no counts yet, so that `usage` is an estimate of the text."""
+        return self._counts is None and self._unread is None and self._counted is None
+
+    @property
     def implausible(self) -> str | None:
         """Why the engine's newest counts are not billed, with the counts as it sent them. None if they are billed."""
         if self._counted is None:
@@ -242,7 +247,7 @@ class Meter:
     def text_sample(self) -> str:
         """The beginning of the received text, for the deployment's tokenizer. Empty if there is none."""
         if self._stream:
-            return self.text.sample
+            return self.text.sample_text
         return "".join(text for choice in self._choices for text in generated_text(choice))
 
     def set_sample_tokens(self, tokens: int) -> None:

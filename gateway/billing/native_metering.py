@@ -106,6 +106,11 @@ class PassedStreamMeter(Meter):
         return chunk
 
     @property
+    def is_uncounted(self) -> bool:
+        """Return False: the usage may be exact without the engine's counts."""
+        return False
+
+    @property
     def usage(self) -> Usage:
         """The usage so far."""
         assert self._call.passed is not None

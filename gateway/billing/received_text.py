@@ -19,43 +19,44 @@ SAMPLE_BYTES = 16 * 1024
 class ReceivedText:
     """The text of one stream. `events` counts its frames with data, and `received` the bytes of all its frames."""
 
-    __slots__ = ("_measured", "_sample", "_sampled", "_text_bytes", "_texts", "events", "received")
+    __slots__ = ("_measured", "_sampled", "_text_bytes", "_texts", "events", "received", "sample", "sample_max")
 
     def __init__(self, texts: Callable[[bytes], Iterable[str]] | None = None) -> None:
         """`texts` yields the generated text in frames. Default: in those of chats and completions."""
         self._texts = _texts if texts is None else texts
         self.events = 0
         self.received = 0
-        self._sample: list[bytes] = []
-        self._sampled = 0  # bytes in the sample
+        self.sample: list[bytes] = []  # the first chunks, as long as fewer than `sample_max` bytes are received
+        self.sample_max = SAMPLE_BYTES
+        self._sampled = 0  # bytes of the sample whose text is in `_text_bytes`
         self._measured = 0  # chunks of the sample whose text is in `_text_bytes`
         self._text_bytes = 0
 
     def add(self, frames: bytes, events: int) -> int:
         """Add complete frames, of which so many have data. Returns the bytes received so far."""
         before, self.events = self.received, self.events + events
-        received = self.received = before + len(frames)
         if before < SAMPLE_BYTES:
-            self._sample.append(frames)
-            self._sampled = received
+            self.sample.append(frames)
+        self.received = received = before + len(frames)
         return received
 
     @property
     def is_whole(self) -> bool:
         """Whether the sample contains all frames."""
-        return self.received == self._sampled
+        return self.received == sum(map(len, self.sample))
 
     @property
-    def sample(self) -> str:
+    def sample_text(self) -> str:
         """The text of the sample."""
-        return "".join(text for chunk in self._sample for text in self._texts(chunk))
+        return "".join(text for chunk in self.sample for text in self._texts(chunk))
 
     def text_bytes(self, frame_bytes: int | None = None) -> int:
         """The bytes (UTF-8) of text in all frames, or in so many bytes of frames. Exact for the whole sample."""
-        if self._measured < len(self._sample):
-            frames = b"".join(self._sample[self._measured :])
+        if self._measured < len(self.sample):
+            frames = b"".join(self.sample[self._measured :])
+            self._sampled += len(frames)
             self._text_bytes += len("".join(self._texts(frames)).encode(errors="replace"))
-            self._measured = len(self._sample)
+            self._measured = len(self.sample)
         wanted = self.received if frame_bytes is None else frame_bytes
         if wanted == self._sampled:
             return self._text_bytes

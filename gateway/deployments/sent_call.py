@@ -28,7 +28,6 @@ class SentCall:
         "predicted_cached_tokens",
         "prompt",
         "session",
-        "unsent",
         "usage",
     )  # fmt: skip
 
@@ -46,7 +45,6 @@ class SentCall:
         self.session = call.session
         self.may_be_held = call.may_be_held
         self.blocks_from: str | None = None  # the deployment from which it loads the beginning of the prompt
-        self.unsent = False  # no byte of the request has been sent yet (`gateway.providers.request_progress`)
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
         self._matched = matched = prompt.prediction.matched
         # Computed now, because an equal prompt may finish first and change the calibration.

@@ -18,12 +18,14 @@ from typing import Any, Protocol
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.core.errors import GatewayError, UpstreamRefused
+from gateway.core.first_step import resume
 from gateway.core.timers import WaitBound
 from gateway.endpoints import wire as bounds
 from gateway.endpoints.base import ReplyTranslator, Translator
 from gateway.endpoints.rendering import error_frame, status_and_body
 from gateway.endpoints.request_body import BodyBudget, RequestBody
-from gateway.endpoints.wire import JSON_TYPE, WIRE, ClientGone, Wire, resume
+from gateway.endpoints.wire import JSON_TYPE, WIRE, ClientGone, Wire
+from gateway.providers.text_events import DirectText, Received
 from gateway.response_store import StoringTranslator
 
 CLIENT_CLOSED_STATUS = 499  # status of a reply whose client has disconnected; appears only in telemetry
@@ -203,6 +205,11 @@ class Exchange(DisconnectWatch):
         """`Wire.write`, if the chunks of the answer pass to it as they are. None if they are translated or recorded."""
         wire = self._wire
         return None if wire is None or self._frames is not None or self.recorder is not None else wire.write
+
+    def direct_text(self, received: Received, until: float) -> DirectText | None:
+        """A `DirectText` to the client's connection. Only if there is an `unchanged_writer`."""
+        found = None if self._wire is None else self._wire.coded_writer()
+        return None if found is None else DirectText(received, *found, until)
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
         """Send bytes of an answer like `put`, but wait up to `STALL_SECONDS` if the client is not reading."""

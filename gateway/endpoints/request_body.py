@@ -9,9 +9,10 @@ from typing import cast
 from starlette.types import Message, Receive
 
 from gateway.core.errors import BodyTooLarge, GatewayError, Overloaded, RequestTimeout
+from gateway.core.first_step import resume
 from gateway.core.timers import WaitBound
 from gateway.endpoints import wire as bounds
-from gateway.endpoints.wire import ClientGone, Wire, resume
+from gateway.endpoints.wire import ClientGone, Wire
 from gateway.response_store import Room
 
 BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full; short, because calls end constantly

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Generator
-from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.providers.text_events import ClientFlow
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 STALL_SECONDS = 60.0  # limit for a complete request body to arrive, and for a client to read part of its reply
 WIRE = "warmpath.wire"  # the scope extension that holds a `Wire`
-
-Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
@@ -38,25 +36,11 @@ class Wire(Protocol):
     def write(self, chunk: bytes, last: bool) -> bool:
         """Send a part of the body without waiting. Returns False if nothing was sent. Then use ASGI's `send`."""
 
+    def coded_writer(self) -> tuple[ClientFlow, Callable[[bytes], object]] | None:
+        """Return what sends parts of a body that are chunks of HTTP's transfer coding already, and not the last one.
+
+        It may be called while the flow is not paused. None if the reply has no transfer coding, or has not begun.
+        """
+
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         """Call `tell` if the client disconnects before the end of the reply. None removes the callback."""
-
-
-@types.coroutine
-def resume(begun: Generator[Any, Any, Result], waits_for: Any) -> Generator[Any, Any, Result]:
-    """Await a coroutine whose first step the caller has run, like `yield from` after its first step (PEP 380).
-
-    `begun` is the coroutine, and `waits_for` is the result of its first step. A coroutine that ends in its first step,
-    which is the common case, then needs no task switch.
-    """
-    while True:
-        try:
-            came = yield waits_for
-        except BaseException as error:  # noqa: BLE001 - passed on, as `yield from` does
-            step = partial(begun.throw, error)
-        else:
-            step = partial(begun.send, came)
-        try:
-            waits_for = step()
-        except StopIteration as end:
-            return cast(Result, end.value)

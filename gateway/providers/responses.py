@@ -26,7 +26,7 @@ from gateway.providers.sse import (
     is_utf8,
 )
 from gateway.providers.stream_tail import CHUNK_MAX_BYTES, StreamTail
-from gateway.providers.text_events import TextEvents, TextSink
+from gateway.providers.text_events import DirectText, TextEvents, TextSink
 from gateway.providers.transport import HTTPResponse
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 
@@ -145,7 +145,11 @@ class EventStreamResponse(UpstreamResponse):
         if self._ended:
             return True
         try:
-            body_ended = await self._response.stream_to(self._receiver(sink, text_sink))
+            if type(self).chunk_of is not EventStreamResponse.chunk_of:  # another class reads events of another form
+                text_sink = None
+            direct = None if text_sink is None else text_sink.direct
+            receiver = self._receiver(sink, text_sink, direct)
+            body_ended = await self._response.stream_to(receiver, None if direct is None else direct.take)
         except httpx2.TransportError as error:
             raise transport_failure(error) from error
         except FrameTooLong as error:
@@ -156,25 +160,26 @@ class EventStreamResponse(UpstreamResponse):
             sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is no frame
         return self._ended
 
-    def _receiver(self, sink: Sink, text_sink: TextSink | None) -> Sink:
+    def _receiver(self, sink: Sink, text_sink: TextSink | None, direct: DirectText | None) -> Sink:
         """Return the function that gets the bytes of the body as they arrive, for `stream_to`."""
-        splitter, chunk_of, texts, tail = self._splitter, self.chunk_of, self._texts, self._tail
-        if type(self).chunk_of is not EventStreamResponse.chunk_of:  # another class reads events of another form
-            text_sink = None
+        splitter, chunk_of, texts = self._splitter, self.chunk_of, self._texts
+        take_text = None if text_sink is None else text_sink.take
         begins_frame = not splitter.rest  # whether the next bytes begin a frame
+        if direct is not None:
+            direct.use(texts, begins_frame=begins_frame)
 
         def pass_on(data: bytes) -> bool:
             nonlocal begins_frame
-            if text_sink is not None and begins_frame and (events := texts.count(data)):
-                if tail is not None:
-                    (tail.add_short if len(data) <= CHUNK_MAX_BYTES else tail.add)(data)
-                return text_sink(data, events)
+            if take_text is not None and begins_frame and (events := texts.count(data)):
+                return take_text(data, events)
             frames = splitter.feed(data)
             begins_frame = frames is data or not splitter.rest
+            if direct is not None:
+                direct.begins_frame = begins_frame
             chunk = chunk_of(frames) if frames else b""
             if not chunk:
                 return True
-            if text_sink is not None and chunk is frames and not self._ended:
+            if take_text is not None and chunk is frames and not self._ended:
                 texts.learn(chunk)
             return sink(chunk) and not self._ended and self._failure is None
 
@@ -182,7 +187,7 @@ class EventStreamResponse(UpstreamResponse):
 
     def chunk_of(self, frames: bytes) -> bytes:
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
-        if are_object_events(frames):
+        if frames[-len(DONE) :] != DONE and are_object_events(frames):
             self._started = True
             if (tail := self._tail) is not None:
                 (tail.add_short if len(frames) <= CHUNK_MAX_BYTES else tail.add)(frames)

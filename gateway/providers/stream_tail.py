@@ -33,9 +33,10 @@ _count = msgspec.json.Decoder(int | None).decode
 
 
 class StreamTail:
-    """The newest chunks of one stream. `add` runs for each chunk, so it usually only keeps a reference.
+    """The newest chunks of one stream, without events that differ from an earlier one only in their text.
 
-    `add_short` is `add` for chunks of at most `CHUNK_MAX_BYTES`.
+    `add` runs for many chunks, so it usually only keeps a reference. `add_short` is `add` for chunks of at most
+    `CHUNK_MAX_BYTES`.
     """
 
     __slots__ = ("_call", "_chunks", "add_short")

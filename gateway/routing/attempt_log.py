@@ -13,6 +13,7 @@ from gateway.core.errors import UpstreamRefused
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.state import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.request_progress import RequestProgress
 from gateway.types import Attempt, Usage
 
 # Outcomes that are not a `Fault` of the deployment.
@@ -57,7 +58,7 @@ class AttemptLog:
         self.last_deployment: DeploymentState | None = (
             None  # the last one that may have computed something for the call
         )
-        self.newest: SentCall | None = None  # of the attempt that was begun last
+        self.newest: RequestProgress | None = None  # the attempt that was begun last, until its outcome is recorded
         self.outcome_if_cancelled = CLIENT_GONE  # recorded if the running attempt is cancelled now
         self.lost_hedges: list[DeploymentState] = []  # of cancelled hedge attempts; they may have computed something
         self.last_error_text = ""  # the error message of the last deployment that failed; for the client only

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Mapping
 import msgspec
 
 from gateway.core.errors import UpstreamRefused
+from gateway.core.first_step import begun
 from gateway.core.timers import WaitBound, time_bound
 from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
@@ -76,7 +77,7 @@ class AttemptRunner:
         attempt = _Attempt(call, candidate, attempts, started)
         wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
         response: UpstreamResponse | None = None
-        followed = REQUEST_PROGRESS.set(attempt.sent)
+        followed = REQUEST_PROGRESS.set(attempt)
         try:
             response = await attempt.send(request, wait)
             first = await anext(response)
@@ -128,8 +129,8 @@ class _Attempt:
     """One attempt: sends its request, and records what its outcome says about the deployment and the request."""
 
     __slots__ = (
-        "_attempts", "_block_source", "_call", "_computing_before", "_deployment", "_span_id", "_started",
-        "_started_ns", "_was_probe", "failure", "outcome", "sent",
+        "_attempts", "_call", "_candidate", "_computing_before", "_deployment", "_span_id", "_started",
+        "_started_ns", "_was_probe", "failure", "outcome", "sent", "unsent",
     )  # fmt: skip
 
     def __init__(self, call: Call, candidate: Candidate, attempts: AttemptLog, started: float) -> None:
@@ -138,6 +139,7 @@ class _Attempt:
         self._computing_before = attempts.last_deployment
         attempts.begin(deployment)
         self._call = call
+        self._candidate = candidate
         self._deployment = deployment
         self._attempts = attempts
         self._started = started
@@ -145,43 +147,60 @@ class _Attempt:
         self._was_probe = deployment.breaker.open
         deployment.breaker.admit(started)
         deployment.last_contact_at = started
-        self.sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
-        self._block_source = source = candidate.block_source
-        if source is not None and source.prediction is not None:
-            self.sent.expect_loaded(source.deployment, source.prediction.matched)
-        attempts.newest = self.sent
+        self.sent: SentCall
+        self.unsent = False  # no byte of the request has been sent yet (`gateway.providers.request_progress`)
+        attempts.newest = self
         self.outcome = GIVEN_UP
         self.failure: ProviderFailure | None = None
 
     def send(self, request: Call, wait: WaitBound) -> Awaitable[UpstreamResponse]:
-        """Send the request when awaited. The response comes when its head has arrived. Raises `ProviderFailure`."""
-        if self.sent.cache_slot is not None:
-            request = msgspec.structs.replace(request, cache_slot=self.sent.cache_slot)
-        if self._block_source is not None:
-            request = msgspec.structs.replace(request, block_source=self._block_source.deployment.config.base_url)
+        """Send the request. The response comes when its head has arrived. Raises `ProviderFailure`, also when awaited.
+
+        On an idle connection the request is sent at once, and its estimates are updated while the deployment works.
+        """
+        deployment, source = self._deployment, self._candidate.block_source
         headers = self._attempts.headers(self._span_id)
+        if deployment.cache_slots is None and source is None and not request.large:
+            wait.begin()
+            try:
+                return begun(deployment.provider.open(request, headers=headers))
+            finally:
+                self._note_sent()
+        sent = self._note_sent()
+        if source is not None:
+            if source.prediction is not None:
+                sent.expect_loaded(source.deployment, source.prediction.matched)
+            request = msgspec.structs.replace(request, block_source=source.deployment.config.base_url)
+        if sent.cache_slot is not None:
+            request = msgspec.structs.replace(request, cache_slot=sent.cache_slot)
         if request.large:
             return self._send_large(request, headers, wait)
         wait.begin()
-        return self._deployment.provider.open(request, headers=headers)
+        return deployment.provider.open(request, headers=headers)
+
+    def _note_sent(self) -> SentCall:
+        """Record the call in the estimates of the deployment."""
+        call, prediction = self._call, self._candidate.prediction
+        self.sent = self._deployment.send(call, self._started, streams=call.stream, prediction=prediction)
+        return self.sent
 
     async def _send_large(self, request: Call, headers: Mapping[str, str], wait: WaitBound) -> UpstreamResponse:
         provider = self._deployment.provider
-        self.sent.unsent = True
+        self.unsent = True
         body = await in_thread(provider.render, request)
-        self.sent.unsent = False
+        self.unsent = False
         wait.begin()  # the deployment's time begins after the gateway's own work
         return await provider.open(request, headers=headers, body=body)
 
     def cancelled(self) -> None:
         """The attempt's task was cancelled, by its creator or at its time limit."""
-        self.outcome = NOT_SENT if self.sent.unsent else self._attempts.outcome_if_cancelled
-        if self.sent.unsent:  # this deployment cannot have computed anything
+        self.outcome = NOT_SENT if self.unsent else self._attempts.outcome_if_cancelled
+        if self.unsent:  # this deployment cannot have computed anything
             self._attempts.last_deployment = self._computing_before
 
     def timed_out(self, now: float) -> None:
         """The cancellation was that of the attempt's own time limit."""
-        unsent = self.sent.unsent
+        unsent = self.unsent
         self.outcome = NOT_SENT if unsent else OUT_OF_TIME
         if failure := _timeout_failure(self._call, now - self._started, unsent=unsent):
             self.failed(failure)
@@ -193,6 +212,8 @@ class _Attempt:
     def record(self, now: float) -> None:
         """Apply the outcome to the deployment, and append the attempt to the call's log. Call it once."""
         deployment, attempts, failure = self._deployment, self._attempts, self.failure
+        if attempts.newest is self:
+            attempts.newest = None  # otherwise they would form a cycle
         if self.outcome == "ok":
             status: int | None = 200
             record_answer(self._call, deployment, attempts, now)

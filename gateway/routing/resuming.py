@@ -152,9 +152,11 @@ class ResumedStream(Upstream):
 
         def record_text(chunk: bytes, events: int) -> bool:
             partial.add(chunk)
-            return text_sink(chunk, events)
+            return text_sink.take(chunk, events)
 
-        return record_text
+        if text_sink.direct is not None:
+            text_sink.direct.note_text = partial.add
+        return TextSink(record_text, text_sink.direct)
 
     async def _resume(self, cut: UpstreamCut) -> ResumedAnswer:
         """Switch to a deployment that resumes the answer. Raises `cut` if there is none."""

@@ -89,11 +89,16 @@ class Upstream:
         def timed_text_sink(chunk: bytes, events: int) -> bool:
             assert text_sink is not None
             wait.since = now()
-            return text_sink(chunk, events)
+            return text_sink.take(chunk, events)
 
+        timed_text = None
+        if text_sink is not None:
+            timed_text = TextSink(timed_text_sink, direct := text_sink.direct)
+            if direct is not None:
+                direct.wait, direct.now = wait, now
         wait.begin()
         try:
-            return await self.response.stream_to(timed_sink, None if text_sink is None else timed_text_sink)
+            return await self.response.stream_to(timed_sink, timed_text)
         except ProviderFailure as failure:
             wait.end()
             await self._broken(failure)

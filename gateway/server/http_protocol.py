@@ -32,6 +32,7 @@ from gateway.core.errors import BadRequest
 from gateway.core.timers import LATE_SECONDS
 from gateway.endpoints.rendering import render_error
 from gateway.endpoints.wire import JSON_TYPE, WIRE
+from gateway.providers.text_events import ClientFlow
 from gateway.server.request_head import head_without_upgrade, host_error
 
 MAX_CONNECTIONS = 20_000  # per process; a further one gets a 503 and is closed
@@ -193,6 +194,10 @@ class JoinedCycle(RequestResponseCycle):
                     self.transport.close()
             self.on_response()
         return True
+
+    def coded_writer(self) -> tuple[ClientFlow, Callable[[bytes], object]] | None:
+        """See `Wire.coded_writer`."""
+        return (self.flow, self.transport.write) if self._is_streaming and not self.disconnected else None
 
 
 class JoinedProtocol(HttpToolsProtocol):
@@ -405,6 +410,7 @@ class JoinedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         super().connection_lost(exc)
+        self.flow.write_paused = True  # for `Wire.coded_writer`; all else looks at `disconnected` first
         if isinstance(self.cycle, JoinedCycle):
             self.cycle.gone()
 

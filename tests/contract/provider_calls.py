@@ -11,6 +11,7 @@ import pytest
 
 from gateway.policy import Policy, Secret
 from gateway.providers import PROVIDERS, Provider, ProviderFailure, UpstreamResponse
+from gateway.providers.text_events import TextSink
 from gateway.types import Call, Operation, Principal, Trace
 from tests.gateway.providers.scripted_server import TIMEOUT_SECONDS, ReceivedRequest, Script
 from tests.gateway.providers.wires import timeless, wire_of
@@ -71,7 +72,7 @@ class StreamedResponse(UpstreamResponse):
             return False
 
         try:
-            ended = await self._response.stream_to(take_one, lambda chunk, events: take_one(chunk))
+            ended = await self._response.stream_to(take_one, TextSink(lambda chunk, events: take_one(chunk)))
         except ProviderFailure as failure:
             if not taken:
                 raise

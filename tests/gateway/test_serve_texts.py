@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gateway.in_process import Load, MemoryLoop, gateway
 from benchmarks.gateway.mock_server import STREAM_HEAD
-from gateway.providers.text_events import TextEvents
+from gateway.providers.text_events import DirectText, TextEvents
 from gateway.settlement import NOTED_BYTES
 
 END = b"0\r\n\r\n"
@@ -77,7 +77,14 @@ def _payload(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     "reads",
     [
-        [coded(event("a")), coded(event("b")), coded(event("c"), event("d")), coded(event(None, usage=USAGE)) + DONE],
+        [
+            coded(event("a")),
+            coded(event("b")),
+            coded(event("c"), event("d")),
+            coded(event("e")),
+            coded(event("f")),
+            coded(event(None, usage=USAGE)) + DONE,
+        ],
         [coded(event("a")), coded(event("é")), coded(event("\n")), coded(event("[DONE]")), DONE],
         [*LONG, DONE],
     ],
@@ -86,8 +93,8 @@ def _payload(body: bytes) -> bytes:
 def test_the_short_way_changes_nothing(
     loop: MemoryLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[bytes]
 ) -> None:
-    counted = 0
-    count = TextEvents.count
+    counted = directly = 0
+    count, take = TextEvents.count, DirectText.take
 
     def counting(texts: TextEvents, frames: bytes) -> int:
         nonlocal counted
@@ -95,10 +102,19 @@ def test_the_short_way_changes_nothing(
         counted += found
         return found
 
+    def taking(direct: DirectText, data: bytes) -> bool:
+        nonlocal directly
+        taken = take(direct, data)
+        directly += taken
+        return taken
+
     monkeypatch.setattr(TextEvents, "count", counting)
+    monkeypatch.setattr(DirectText, "take", taking)
     body, rows = relay(loop, tmp_path / "short", reads)
-    assert counted, "no event took the short way"
+    assert directly, "no event took the shortest way"
+    assert counted or all(read.count(b"data: ") == 1 for read in reads), "no events took the short way together"
     monkeypatch.setattr(TextEvents, "count", lambda texts, frames: 0)
+    monkeypatch.setattr(DirectText, "take", lambda direct, data: False)
     same_body, same_rows = relay(loop, tmp_path / "long", reads)
     assert body == same_body
     assert body.startswith(event("a") if len(reads) < 10 else event(" token 0"))

@@ -193,12 +193,12 @@ class HTTPResponse(httpx2.AsyncByteStream):
             raise
         return b"".join(parts)[:max_bytes]
 
-    async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
+    async def stream_to(self, sink: Callable[[bytes], bool], direct: Callable[[bytes], bool] | None = None) -> bool:
         """Pass the rest of the body to `sink`. Returns False if `sink` returned False. See `Connection.stream_to`."""
         if self._closed:
             return True
         try:
-            ended = await self._connection.stream_to(sink, self._read_timeout_seconds)
+            ended = await self._connection.stream_to(sink, self._read_timeout_seconds, direct)
         except BaseException:
             self._close()
             raise

@@ -47,6 +47,8 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._sink: Callable[[bytes], bool] | None = None
+        self._direct: Callable[[bytes], bool] | None = None
+        self._take_chunk: Callable[[bytes], bool] | None = None  # `_direct`, if the last read ended with a chunk
         self._sink_failure: Exception | None = None
         self._reset()
         self.complete = True  # no request yet
@@ -83,15 +85,23 @@ class Connection(asyncio.Protocol):
             await self._wait(timeout_seconds)
         return self.take()
 
-    async def stream_to(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
+    async def stream_to(
+        self,
+        sink: Callable[[bytes], bool],
+        timeout_seconds: float | None,
+        direct: Callable[[bytes], bool] | None = None,
+    ) -> bool:
         """Pass the rest of the body to `sink`, each piece in the event-loop callback that received it.
 
         No task is woken for a piece. Returns True at the end of the body, and False if `sink` returned False. Raises
         any exception that `sink` raises.
+
+        `direct` gets a read first that begins where a chunk of the transfer coding begins. It returns True if the read
+        is one whole chunk and it took it, coded as it is, and otherwise False. It raises nothing.
         """
         if self._parts and not sink(self.take()):
             return False
-        self._sink = sink
+        self._sink, self._direct = sink, direct
         try:
             while self._sink is not None and not self.complete and self._sink_failure is None:
                 await self._wait(timeout_seconds)
@@ -99,7 +109,7 @@ class Connection(asyncio.Protocol):
                 raise self._sink_failure
             return self._sink is not None
         finally:
-            self._sink = self._sink_failure = None
+            self._sink = self._sink_failure = self._direct = self._take_chunk = None
 
     def take(self) -> bytes:
         """Return what has been received of the body and not been read yet."""
@@ -167,6 +177,10 @@ class Connection(asyncio.Protocol):
         A sink gets the bytes at once. The task that waits for its end is woken only then, or if it stopped or failed.
         Pauses the socket if too many bytes are unread.
         """
+        if (take := self._take_chunk) is not None:
+            if take(data):
+                return  # the parser is where it was, between two chunks
+            self._take_chunk = None
         self.has_received = True
         try:
             self._parser.feed_data(data)
@@ -174,14 +188,17 @@ class Connection(asyncio.Protocol):
             self._fail(httpx2.RemoteProtocolError(f"the response is not HTTP/1.1: {error}"))
             return
         if (sink := self._sink) is not None and (parts := self._parts):
-            body = parts.pop()
+            body, direct = parts.pop(), self._direct
             if parts:  # never more than the socket's last bytes, so the socket is not paused
                 body = b"".join([*parts, body])
                 parts.clear()
+                direct = None
             try:
                 if not sink(body):
                     self._sink = None
                 elif not self.complete:
+                    if direct is not None and data == b"%x\r\n%b\r\n" % (len(body), body):
+                        self._take_chunk = direct
                     return
             except Exception as error:  # noqa: BLE001 - `stream_to` raises it, where a caller can handle it
                 self._sink_failure = error

@@ -32,7 +32,7 @@ class ScriptedBody:
             return piece
         raise StopAsyncIteration
 
-    async def stream_to(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink, direct: Sink | None = None) -> bool:
         return all(sink(piece) for piece in self._pieces)
 
 

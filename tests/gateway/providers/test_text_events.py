@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.providers.redaction import NOTHING_SECRET
 from gateway.providers.responses import EventStreamResponse
 from gateway.providers.sse import are_object_events, count_events
-from gateway.providers.text_events import LEARNED_MAX, TextEvents
+from gateway.providers.text_events import LEARNED_MAX, TextEvents, TextSink
 from gateway.providers.transport import HTTPResponse
 from tests.gateway.endpoints.relayed import ScriptedBody, cut_at
 
@@ -155,7 +155,7 @@ def test_both_sinks_together_get_the_bytes_that_one_sink_gets(
             events_in_texts += events
             return take(chunk)
 
-        assert await response.stream_to(take, take_text if with_text_sink else None)
+        assert await response.stream_to(take, TextSink(take_text) if with_text_sink else None)
         return b"".join(taken), events_in_texts
 
     alone, _ = asyncio.run(passed_on(with_text_sink=False))
@@ -172,5 +172,5 @@ async def test_the_second_event_of_a_form_goes_to_the_text_sink() -> None:
         texts.append((chunk, events))
         return True
 
-    await response.stream_to(lambda chunk: True, take_texts)
+    await response.stream_to(lambda chunk: True, TextSink(take_texts))
     assert texts == [(event("b"), 1), (event("c") + event("d"), 2), (event("f"), 1)]

@@ -368,7 +368,7 @@ class TextResponse(rig_module.ScriptedResponse):
 
     async def stream_to(self, sink: Sink, text_sink: TextSink | None = None) -> bool:
         async for chunk in self:
-            if not (sink(chunk) if text_sink is None else text_sink(chunk, 1)):
+            if not (sink(chunk) if text_sink is None else text_sink.take(chunk, 1)):
                 return False
         return True
 
@@ -391,7 +391,7 @@ async def test_events_that_only_add_text_are_part_of_what_is_resumed() -> None:
     with await rig.queue.acquire_slot(call) as permit:
         async with rig.router.open(call, permit, rig.attempts) as upstream:
             chunks.append(await upstream.first())
-            assert await upstream.stream_to(rig_module.sink_into(chunks), rig_module.sink_into(texts))
+            assert await upstream.stream_to(rig_module.sink_into(chunks), TextSink(rig_module.sink_into(texts)))
     assert chunks[0] == words("a", "one")[0] and texts == words("a", " two")
     assert json.loads(bytes(second.call.fields["messages"]))[-1]["content"] == "one two"
     assert b" three" in chunks[1] and b" four" in chunks[2] and b'"id":"chatcmpl-a"' in chunks[2]  # rewritten
