@@ -52,7 +52,7 @@ def answers(
             for one in conversations[start : start + BATCH_SIZE]
         ]
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)  # type: ignore[misc]
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
         outputs += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return outputs
 

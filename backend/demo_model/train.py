@@ -164,7 +164,7 @@ def loss_of(model: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor)
 
 def untrained_model() -> Qwen3ForCausalLM:
     """An initialised model in bfloat16, with torch's RMSNorm: twice as fast on a CPU as transformers'."""
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM(CONFIG).to(torch.bfloat16)  # type: ignore[arg-type]
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM(CONFIG).to(torch.bfloat16)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Qwen3RMSNorm):

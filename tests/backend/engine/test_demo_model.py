@@ -45,7 +45,7 @@ def test_its_answers_are_those_of_transformers() -> None:
         for output in engine.step():
             answers[output.request_id] += texts[output.request_id].push(output.new_token_ids)
 
-    model: Any = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     for request in requests:
         input_ids = torch.tensor([request.prompt_token_ids])
         with torch.inference_mode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +64,7 @@ def transformers_distribution(logits: Tensor, request: Request) -> Tensor:
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(sampling.top_p))
-    token_ids: Any = torch.tensor([request.token_ids])
-    processed: Any = processors(token_ids, cast("Any", logits.clone()))
-    return torch.softmax(processed, dim=-1)
+    return torch.softmax(processors(torch.tensor([request.token_ids]), logits.clone()), dim=-1)
 
 
 def our_distribution(logits: Tensor, requests: list[Request]) -> Tensor:

@@ -46,7 +46,7 @@ def build(kind: str, auto: Any, directory: Path, **changes: Any) -> PreTrainedMo
     tokenizer = Tokenizer(models.WordLevel({"[CLS]": CLS_ID, "[SEP]": SEP_ID, "[UNK]": 6}, unk_token="[UNK]"))
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", SEP_ID), ("[CLS]", CLS_ID))
     tokenizer.save(str(directory / "tokenizer.json"))
-    return auto.from_pretrained(directory, dtype=torch.float64)  # type: ignore[no-any-return]
+    return auto.from_pretrained(directory, dtype=torch.float64)
 
 
 def vectors(directory: Path, prompts: list[list[int]], pooling: Pooling, **options: Any) -> list[list[float]]:

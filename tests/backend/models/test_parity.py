@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(name: str, checkpoint_dir
         ours = outputs[prompt_name]
         input_ids = torch.tensor([prompt])
         with torch.inference_mode():
-            (theirs,) = cast("Any", model).generate(
+            (theirs,) = model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),  # otherwise zeros in the prompt count as padding
                 max_new_tokens=NUM_TOKENS,
