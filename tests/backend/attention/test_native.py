@@ -57,15 +57,20 @@ def test_stale_memory_is_not_read(level: str, dtype: torch.dtype, block_size: in
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", [(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), (16, 16, 128)])
 def test_bits_depend_neither_on_the_batch_nor_on_the_threads(
-    level: str, dtype: torch.dtype, window: int | None
+    level: str, dtype: torch.dtype, window: int | None, shape: tuple[int, int, int]
 ) -> None:
-    """Slices of a long sequence are tasks of their own, unless there are enough rows without."""
+    """Slices of a long sequence are tasks of their own, unless there are enough rows without.
+
+    The larger shape processes fewer positions at once in a task with all heads than in a task with some of them.
+    """
+    num_heads, num_kv_heads, head_dim = shape
     block_size, num_blocks = 16, 70
     generator = torch.Generator().manual_seed(1)
-    shape = (num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
-    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    queries = torch.randn(40, NUM_HEADS, HEAD_DIM, generator=generator).to(dtype)
+    cache = (num_blocks, block_size, num_kv_heads, head_dim)
+    keys, values = (torch.randn(cache, generator=generator).to(dtype) for _ in range(2))
+    queries = torch.randn(40, num_heads, head_dim, generator=generator).to(dtype)
     lens = [1100, 255, 256, 257, *range(500, 536)]
 
     def attend(rows: range, num_threads: int) -> Tensor:
@@ -74,7 +79,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_threads(
         metadata = decodes(len(rows), max(lens), block_size)
         metadata = replace(metadata, seq_lens=seq_lens, kv_lens=torch.tensor(seq_lens, dtype=torch.int32))
         given = queries[rows.start : rows.stop]
-        sinks = torch.linspace(-1.0, 2.0, NUM_HEADS)
+        sinks = torch.linspace(-1.0, 2.0, num_heads)
         return attention.prepare(metadata, given)(given, keys, values, AttentionVariant(window=window, sinks=sinks))
 
     together = attend(range(40), 1)

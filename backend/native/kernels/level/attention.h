@@ -50,11 +50,12 @@ struct Rows {
   typedef WeighStep<T, C> Weigh;
   typedef typename Step::Stored Stored;
   typedef typename Weigh::Weight Weight;
-  static constexpr int64_t LINE = 64 / sizeof(C);  // numbers in a cache line
-  static constexpr int64_t AT_ONCE = 16;           // positions in a run, at most
-  // Bytes of a run that stays in L1 beside the next one. Other levels than AVX-512 take longer for a run than for
-  // memory.
-  static constexpr int64_t RUN_BYTES = WIDTH == 64 ? 16 << 10 : 64 << 10;
+  static constexpr int64_t LINE = 64 / sizeof(C);          // numbers in a cache line
+  static constexpr int64_t AT_ONCE = 16, MIN_AT_ONCE = 4;  // positions in a run, unless a block or slice ends
+  static constexpr int NEAR = 3, FAR = 2;                  // for __builtin_prefetch: to L1, to L2
+  // Bytes of a run that stays in L1 beside the next one, unless MIN_AT_ONCE positions have more. Other levels than
+  // AVX-512 take longer for a run than for memory.
+  static constexpr int64_t RUN_BYTES = WIDTH == 64 ? 8 << 10 : 64 << 10;
   // Numbers of sums in registers: for scores, rows times keys; for values, rows times pairs of vectors.
   static constexpr int QUERY_ROWS = 4, SCORED_KEYS = WIDTH == 64 ? 4 : 2;
   static constexpr int WEIGHED_ROWS = WIDTH == 64 ? 8 : 4, WEIGHED_SUMS = WIDTH == 64 ? 16 : 12;
@@ -67,7 +68,7 @@ struct Rows {
   const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = sums_of_row(dim),
                 sum_stride = floats_of_row(dim);
   // Positions that are processed for all heads before the next ones.
-  const int64_t at_once = heads * row_of_head * AT_ONCE * int64_t(sizeof(C)) <= RUN_BYTES ? AT_ONCE : AT_ONCE / 2;
+  const int64_t at_once = positions_at_once(heads * row_of_head * sizeof(C));
   const int32_t* const table = a.tables + part.seq * a.table_width;
   int64_t first[PART_ROWS], last[PART_ROWS];  // the first and last position that a row sees
   int64_t begin, end, width;  // the slice that any row sees; width: its positions, rounded up to whole vectors
@@ -88,6 +89,12 @@ struct Rows {
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += Step::SIZE)
           Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + query_at(h, r, d), dim - d);
+  }
+
+  static int64_t positions_at_once(int64_t bytes_of_position) {
+    int64_t n = AT_ONCE;
+    while (n > MIN_AT_ONCE && n * bytes_of_position > RUN_BYTES) n /= 2;
+    return n;
   }
 
   int64_t at(int64_t h, int64_t r) const {  // the offset of a row in the queries and in the outputs
@@ -116,17 +123,16 @@ struct Rows {
     const int64_t from = (part.first_slice() + slice) * SLICE;
     sums = to;
     begin = max_of(part.begin, from), end = min_of(part.end, from + SLICE), width = ceil_div(end - begin, PAIR) * PAIR;
-    each_run(a.keys, a.values, begin, [&](int64_t h, int64_t i, const C* keys, int64_t n, const C* ahead) {
+    each_run(a.keys, {a.values, begin, end}, [&](int64_t h, int64_t i, const C* keys, int64_t n, Ahead ahead) {
       score(h, i, keys, n, ahead);
       times_scales(scores, h, i, keys, n);
     });
     __builtin_memset(sums, 0, heads * count * sum_stride * sizeof(float));
     for (int64_t i = 0; i < heads * count; i++) softmax(scores + i * width, i % count, sums + i * sum_stride + sum_dim);
-    each_run(a.values, end < part.end ? a.keys : nullptr, end,
-             [&](int64_t h, int64_t i, const C* values, int64_t n, const C* ahead) {
-               times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
-               weigh(h, i, values, n, ahead);
-             });
+    each_run(a.values, {a.keys, end, part.end}, [&](int64_t h, int64_t i, const C* values, int64_t n, Ahead ahead) {
+      times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
+      weigh(h, i, values, n, ahead);
+    });
   }
 
   void begin_sums(int64_t h, int64_t r, float* own) const {  // a sink is a first score without a value
@@ -140,20 +146,29 @@ struct Rows {
       Weigh::finish(static_cast<T*>(a.out) + at(h, r) + d, pair_of(own + d), inverse, dim - d);
   }
 
+  // What a visit prefetches while it computes: as many rows as it has, from `near` on to L1, and from `far` on to L2.
+  struct Ahead {
+    const C *near, *far;
+    Ahead operator+(int64_t numbers) const { return {near + numbers, far + numbers}; }
+  };
+  struct Reading {  // positions of a cache that are read after those of another one
+    const void* cache;
+    int64_t begin, end;
+  };
+
   // Calls visit(head, i, from, n, ahead) for runs of n consecutive positions, for each head of a run before the next
-  // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one:
-  // each visit prefetches n rows of the next run, from `ahead` on. then: the cache that is read after this one, and the
-  // position where that begins.
+  // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one.
+  // Each visit prefetches a part of the run after the next to L2, and of the next run to L1. A core has only few
+  // buffers for lines on their way to L1: if the lines came from memory directly, these would limit the speed.
   template <class F>
-  inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, int64_t then_begin,
-                                                      F visit) {
+  inline __attribute__((always_inline)) void each_run(const void* cache, Reading then, F visit) {
     for (int64_t p = begin; p < end;) {
       const int64_t n = min_of(at_once, min_of(a.block_size - p % a.block_size, end - p));
-      const C* const from = at(cache, p);
-      const C* const next = p + n < end ? at(cache, p + n) : then ? at(then, then_begin) : nullptr;
+      const C *const from = at(cache, p), *const next = at(cache, p + n, then),
+                     *const after_next = at(cache, p + 2 * n, then);
       for (int64_t h = 0; h < heads; h++) {
         const C* const own = from + h * row_of_head;
-        visit(h, p - begin, own, n, next ? ahead_of(next, h, n, own) : own);
+        visit(h, p - begin, own, n, Ahead{ahead_of<NEAR>(next, h, n, own), ahead_of<FAR>(after_next, h, n, own)});
       }
       p += n;
     }
@@ -162,27 +177,38 @@ struct Rows {
     return static_cast<const C*>(cache) +
            (int64_t(table[p / a.block_size]) * a.block_size + p % a.block_size) * stride + head * row_of_head;
   }
+  const C* at(const void* cache, int64_t p, const Reading& then) const {  // null after the end of both
+    if (p < end) return at(cache, p);
+    const int64_t q = then.begin + p - end;
+    return q < then.end ? at(then.cache, q) : nullptr;
+  }
 
-  // Where a head's part of the next run begins. Memory must be prefetched in its order, a few lines at a time: then the
-  // hardware recognises a stream and joins in, and memory is read a third faster. So the heads of a run prefetch
-  // consecutive parts of the next run, whatever these hold. If the task has only some of the heads, these are not
-  // consecutive and are requested at once; then the result is `own`, which is in the cache.
-  const C* ahead_of(const C* next, int64_t h, int64_t n, const C* own) const {
+  // Where a head's part of a later run begins, or `own`, which is in the cache, if there is no such run. Memory must be
+  // prefetched in its order, a few lines at a time: then the hardware recognises a stream and joins in, and memory is
+  // read a third faster. So the heads of a run prefetch consecutive parts of it, whatever these hold. If the task has
+  // only some of the heads, these are not consecutive and are requested at once; then the result is `own`, too.
+  template <int CACHE>
+  const C* ahead_of(const C* run, int64_t h, int64_t n, const C* own) const {
+    if (!run) return own;
     if (heads == a.num_kv_heads) {
-      prefetch(next + (h + 1) * n * row_of_head - 1, 1);  // scales, which take no step of their own
-      return next + h * n * row_of_head;
+      if (IS_SCALED<C>) prefetch<CACHE>(run + (h + 1) * n * row_of_head - 1, 1);  // scales take no step of their own
+      return run + h * n * row_of_head;
     }
-    for (int64_t i = 0; i < n; i++) prefetch(next + i * stride + h * row_of_head, row_of_head);
+    for (int64_t i = 0; i < n; i++) prefetch<CACHE>(run + i * stride + h * row_of_head, row_of_head);
     return own;
   }
   // Requests the cache lines of `size` numbers.
+  template <int CACHE>
   static inline __attribute__((always_inline)) void prefetch(const C* from, int64_t size) {
-    for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
+    for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i, 0, CACHE);
   }
   // The i-th of N adjacent parts of SIZE numbers. The first of several parts in a line requests it.
   template <int i, int N, int SIZE>
-  static inline __attribute__((always_inline)) void prefetch_part(const C* from) {
-    if constexpr (SIZE >= LINE || N % (LINE / SIZE) || i % (LINE / SIZE) == 0) prefetch(from + i * SIZE, SIZE);
+  static inline __attribute__((always_inline)) void prefetch_part(Ahead ahead) {
+    if constexpr (SIZE >= LINE || N % (LINE / SIZE) || i % (LINE / SIZE) == 0) {
+      prefetch<NEAR>(ahead.near + i * SIZE, SIZE);
+      prefetch<FAR>(ahead.far + i * SIZE, SIZE);
+    }
   }
 
   // Multiplies scores or weights of a head's rows, n positions from i on, by the scales of these positions, if any.
@@ -196,13 +222,13 @@ struct Rows {
     }
   }
 
-  void score(int64_t h, int64_t i, const C* keys, int64_t n, const C* ahead) {
+  void score(int64_t h, int64_t i, const C* keys, int64_t n, Ahead ahead) {
     const Stored* query = queries + h * count * query_dim;
     float* to = scores + h * count * width + i;
     int64_t r = 0;
     for (; r + QUERY_ROWS <= count; r += QUERY_ROWS) {
       score_rows<QUERY_ROWS, SCORED_KEYS>(query + r * query_dim, keys, n, ahead, to + r * width);
-      ahead = keys;  // prefetched only once
+      ahead = {keys, keys};  // prefetched only once
     }
     switch (count - r) {
       case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
@@ -211,13 +237,13 @@ struct Rows {
     }
   }
   template <int R, int N>  // N keys at once: limited by the registers for sums
-  void score_rows(const Stored* query, const C* keys, int64_t n, const C* ahead, float* to) {
-    for (; n >= N; n -= N, keys += N * stride, ahead += N * row_of_head, to += N)
+  void score_rows(const Stored* query, const C* keys, int64_t n, Ahead ahead, float* to) {
+    for (; n >= N; n -= N, keys += N * stride, ahead = ahead + N * row_of_head, to += N)
       products<R, N>(query, keys, ahead, to);
-    for (; n > 0; n--, keys += stride, ahead += row_of_head, to++) products<R, 1>(query, keys, ahead, to);
+    for (; n > 0; n--, keys += stride, ahead = ahead + row_of_head, to++) products<R, 1>(query, keys, ahead, to);
   }
   template <int R, int N>
-  inline __attribute__((always_inline)) void products(const Stored* query, const C* key, const C* ahead, float* to) {
+  inline __attribute__((always_inline)) void products(const Stored* query, const C* key, Ahead ahead, float* to) {
     vf own[R][N];
     zero(own);
     const int64_t whole = dim / Step::SIZE * Step::SIZE;
@@ -263,21 +289,21 @@ struct Rows {
     top_and_total[0] = top, top_and_total[1] = sum(total);
   }
 
-  void weigh(int64_t h, int64_t i, const C* values, int64_t n, const C* ahead) {
+  void weigh(int64_t h, int64_t i, const C* values, int64_t n, Ahead ahead) {
     int64_t r = 0;
     for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) {
       weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, ahead);
-      ahead = values;  // prefetched only once
+      ahead = {values, values};  // prefetched only once
     }
     weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, ahead);
   }
   template <int R>
-  void weigh_rest(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, const C* ahead) {
+  void weigh_rest(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, Ahead ahead) {
     if (count - r == R) return weigh_rows<R>(h, r, i, values, n, ahead);
     if constexpr (R > 1) weigh_rest<R - 1>(h, r, i, values, n, ahead);
   }
   template <int R>
-  void weigh_rows(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, const C* ahead) {
+  void weigh_rows(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, Ahead ahead) {
     const Weight* weights = weights_of(h * count + r) + i;
     float* to = sums + (h * count + r) * sum_stride;
     constexpr int most = WEIGHED_SUMS / 2 / R, V = most >= 4 ? 4 : most >= 2 ? 2 : 1;
@@ -288,7 +314,7 @@ struct Rows {
   const Weight* weights_of(int64_t row) const { return reinterpret_cast<const Weight*>(scores + row * width); }
   template <int R, int V>
   inline __attribute__((always_inline)) void add_weighted(const Weight* weights, const C* value, int64_t d, int64_t n,
-                                                          const C* ahead, float* to, int64_t left) {
+                                                          Ahead ahead, float* to, int64_t left) {
     const int64_t weight_stride = weights_of(1) - weights_of(0), stride = this->stride,
                   sum_stride = this->sum_stride;  // local copies, because compilers would reload members
     Pair own[R][V];
@@ -316,6 +342,10 @@ struct Rows {
   }
 };
 
+// Tasks with only some of the heads read memory in small pieces, at half the speed. So heads are only separated if
+// there would be fewer tasks than this otherwise.
+constexpr int64_t MIN_TASKS_PER_THREAD = 2;
+
 // How the rows of all sequences for which `skips` is false are divided. Reading keys and values takes most of the time,
 // so rows that share them are only separated if a thread would have nothing to do otherwise.
 struct RowTasks {
@@ -333,8 +363,8 @@ struct RowTasks {
     together = max_of(1, min_of(PART_ROWS, row_slices * a.num_kv_heads / num_threads));
     for (int64_t seq = 0; seq < a.num_seqs; seq++)
       for (int64_t i = 0; i < parts_of(seq); i++) parts++, slices += part(seq, i).slices();
-    const int64_t tasks = num_threads * TASKS_PER_THREAD;
-    by_slices = parts < tasks && slices > parts;
+    by_slices = parts < num_threads * TASKS_PER_THREAD && slices > parts;
+    const int64_t tasks = num_threads * MIN_TASKS_PER_THREAD;
     heads = max_of(1, min_of(a.num_kv_heads, (by_slices ? slices : parts) * a.num_kv_heads / tasks));
   }
   int64_t rows_of(int64_t seq) const {
@@ -365,7 +395,7 @@ void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t), float* sh
     return parallel_for(tasks.parts * head_parts, 1, [&](int64_t i) {
       Rows<T, C>(a, tasks.part(i / head_parts), first_head(i), num_heads(i)).run();
     });
-  parallel_for(tasks.slices * head_parts, 0, [&](int64_t i) {
+  parallel_for(tasks.slices * head_parts, 1, [&](int64_t i) {
     int64_t slice = i / head_parts, index = 0;
     for (; slice >= tasks.part(index).slices(); index++) slice -= tasks.part(index).slices();
     const RowPart part = tasks.part(index);
