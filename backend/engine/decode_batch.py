@@ -7,7 +7,6 @@ numpy, and the matrix of block tables is kept from step to step, since a step ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,11 +18,20 @@ from backend.attention.uploads import upload
 from backend.engine.batch import Batch
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
-from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, mix_seeds, uniform_at
+from backend.engine.sampling_batch import (
+    NextToken,
+    SamplingBatch,
+    make_sampling_batch,
+    mix_seeds,
+    random_rows,
+    row_penalties,
+    uniform_at,
+)
 from backend.engine.step_adapters import StepAdapters
-from backend.ops.sampling import RandomRows
+from backend.ops.sampling import RandomRows, RowPenalties
 
 WIDTH_STEP = 16  # blocks by which the matrix grows at least
+NOISE_STEPS = 32  # for which random numbers are computed at once
 
 
 class DecodeBatches:
@@ -36,19 +44,19 @@ class DecodeBatches:
         self._tokens = SameTokens()
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every token of the last batch depends on logits, temperature and filters alone."""
-        return self._tokens.are_plain
+    def is_plain_or_penalised(self) -> bool:
+        """Whether every token of the last batch depends on logits, temperature, filters and penalties alone."""
+        return self._tokens.are_plain_or_penalised
 
     def is_plain_greedy(self, batch: Batch) -> bool:
         """Whether every token of a batch that `make` has made is the argmax of unchanged logits."""
-        if self._tokens.are_plain:
+        if self._tokens.are_plain_or_penalised:
             return self._tokens.are_greedy
         return all(token.is_plain_greedy for token in batch.next_tokens)
 
     def sampling(self, batch: Batch, vocab_size: int) -> SamplingBatch:
         """The sampling parameters of a batch that `make` has made, as `make_sampling_batch` gives them."""
-        if not self._tokens.are_plain:
+        if not self._tokens.are_plain_or_penalised:
             return make_sampling_batch(batch.next_tokens, vocab_size, self._device)
         return self._tokens.sampling(batch.attention.seq_lens, vocab_size, self._device)
 
@@ -95,32 +103,59 @@ class SameTokens:
         self._requests: list[Request] = []
         self._tokens: tuple[NextToken, ...] = ()
         self._random: RandomRows | None = None
-        self._seeds = mix_seeds([])
+        self._penalties: RowPenalties | None = None  # from when a token with a penalty has occurred
+        self._have_penalties = False
+        self._noise = Noise([])
         self._rows: list[int] = []  # that are sampled at random
-        self.are_plain = False  # each token depends on logits, temperature and filters alone, at every position
-        self.are_greedy = False  # and is the argmax
+        self.are_plain_or_penalised = False  # each token depends on logits, temperature, filters and penalties alone
+        self.are_greedy = False  # and is the argmax of unchanged logits
         self.have_adapters = False
 
     def of(self, requests: list[Request]) -> tuple[NextToken, ...]:
         """The next token of each request."""
         if requests != self._requests:  # requests are equal if they are identical
-            self._requests, self._tokens, self._random = requests, tuple(map(NextToken, requests)), None
-            self.are_plain = all(request.is_plain and not request.grammar for request in requests)
+            self._requests, self._tokens = requests, tuple(map(NextToken, requests))
+            self._random = self._penalties = None
+            self._have_penalties = any(request.sampling.has_penalties for request in requests)
+            self.are_plain_or_penalised = all(each.is_plain_or_penalised and not each.grammar for each in requests)
             self._rows = [row for row, token in enumerate(self._tokens) if not token.is_greedy]
-            self._seeds = mix_seeds([requests[row].seed for row in self._rows])
-            self.are_greedy = self.are_plain and not self._rows
+            self._noise = Noise([requests[row].seed for row in self._rows])
+            self.are_greedy = not self._rows and all(each.is_plain and not each.grammar for each in requests)
             self.have_adapters = any(request.adapter for request in requests)
         return self._tokens
 
     def sampling(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> SamplingBatch:
-        """The sampling parameters of plain tokens at these positions. Only the noise differs from the last step's."""
-        if self._rows and self._random is None:
-            self._random = make_sampling_batch(self._tokens, vocab_size, device).random
-        elif self._random is not None:
+        """The sampling parameters of tokens at these positions, if `are_plain_or_penalised`.
+
+        Only the noise differs from the last step's. The penalties refer to the counts of the requests.
+        """
+        if self._have_penalties and not self._penalties:
+            self._penalties = row_penalties(self._tokens)
+        if self._rows:
+            self._random = random = self._random or random_rows(self._tokens, vocab_size, device)
+            assert random
             is_all = len(self._rows) == len(positions)
-            noise = uniform_at(self._seeds, positions if is_all else [positions[row] for row in self._rows])
-            self._random = replace(self._random, uniform=torch.from_numpy(noise).to(device))
-        return SamplingBatch(self._random, None, None, None)
+            noise = self._noise.at(positions if is_all else [positions[row] for row in self._rows])
+            self._random = RandomRows(random.rows, random.temperature, noise.to(device), random.filters)
+        return SamplingBatch(self._random, self._penalties, None, None)
+
+
+class Noise:
+    """The random numbers of the same requests, computed for several steps at once. Usually all advance by one token."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._seeds = mix_seeds(seeds)
+        self._start: list[int] = []  # the positions of the first row of `_ahead`
+        self._ahead = torch.empty(0, len(seeds), dtype=torch.float64)  # a row for each step
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """The numbers of the requests' tokens at these positions, [R] float64."""
+        step = positions[0] - self._start[0] if self._start else 0
+        if not 0 <= step < len(self._ahead) or [start + step for start in self._start] != [*positions]:
+            step, self._start = 0, [*positions]
+            steps = np.arange(NOISE_STEPS, dtype=np.uint64)[:, None]
+            self._ahead = torch.from_numpy(uniform_at(self._seeds, np.array(positions, np.uint64) + steps))
+        return self._ahead[step]
 
 
 class BlockTables:

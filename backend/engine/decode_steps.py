@@ -45,14 +45,14 @@ def take_decoded(scheduler: Scheduler, scheduled: ScheduledRequest, result: Runn
     None, and nothing has changed, if the request needs more than that.
     """
     request, token_ids = scheduled.request, result.token_ids
-    if not request.is_plain or request.grammar or scheduled.num_tokens != 1 or len(token_ids) != 1:
+    if not request.is_plain_or_penalised or request.grammar or scheduled.num_tokens != 1 or len(token_ids) != 1:
         return None
     if scheduled.drafts or not request.timing.first_token:
         return None
     request.num_computed_tokens = end = scheduled.start + 1
     if end % scheduler.pool.block_size == 0:
         scheduler.cache_full_blocks(request, scheduled.start)
-    request.token_ids.append(token_ids[0])
+    request.append(token_ids[0])
     scheduler.counters.generation_tokens += 1
     sampling = request.sampling
     if token_ids[0] in sampling.stop_token_ids:

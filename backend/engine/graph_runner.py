@@ -29,7 +29,6 @@ from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.prompt_graphs import PromptGraphs
 from backend.engine.resolved_config import NONE, TRITON, ResolvedConfig
 from backend.engine.runner import Runner
-from backend.engine.sampler import choose
 from backend.engine.sampling_batch import NextToken, random_rows
 from backend.engine.step_inputs import OF_OTHER_PROMPTS, OF_PROMPTS, StepInputs
 from backend.engine.token_arrays import with_sampled
@@ -175,7 +174,7 @@ class GraphRunner(Runner):
             logits = self._model.logits(hidden if len(batch.sampled) == len(hidden) else hidden[batch.sampled_rows])
             tokens = [_token_after(plan[place]) for place in batch.sampled]
             random = random_rows(tokens, self._config.model.vocab_size, self._config.device)
-            chosen.copy_(choose(logits, random, self._model.ops))
+            chosen.copy_(self._model.ops.choose(logits, random, None))
         place = self._inputs.place_of(self._prompts_row)
         return LaunchedStep(plan, rows, chosen, place, self._results.next())
 

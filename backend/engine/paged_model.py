@@ -136,6 +136,10 @@ class PagedModel:
         """The vectors of requests with pooling: hidden [N, hidden_size] -> [N, hidden_size or num_labels] float32."""
         return (self._encoder or self._model).pooled(hidden)
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The logits for `Ops.choose`: hidden [N, hidden_size] -> [N, vocab_size] in float32 or the model's dtype."""
+        return self._model.scores(hidden)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32, written to `out` if given."""
         return self._model.logits(hidden, out)

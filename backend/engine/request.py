@@ -65,6 +65,7 @@ class Request:
     token_ids: list[int] = field(init=False)  # prompt, then output so far
     seed: int = field(init=False)  # from the sampling parameters, or random
     is_plain: bool = field(init=False)  # every token is a plain sample (without a grammar), and nothing else is wanted
+    is_plain_or_penalised: bool = field(init=False)  # the same, apart from penalties
     num_computed_tokens: int = 0  # tokens whose keys and values are in the KV cache
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache when first scheduled
     num_transferred_tokens: int = 0  # prompt tokens whose blocks came from another engine for this request
@@ -81,7 +82,9 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
-        self.is_plain = self.sampling.is_plain(0) and self.sampling.max_tokens > 0 and not self.needs_prompt
+        samples = self.sampling.max_tokens > 0 and not self.needs_prompt
+        self.is_plain_or_penalised = samples and self.sampling.is_plain_or_penalised(0)
+        self.is_plain = self.is_plain_or_penalised and not self.sampling.has_penalties
         self.timing.arrived = self.arrived
         if self.sampling.repetition_penalty != 1.0:
             self.penalty_counts = OccurrenceCounts(self.prompt_token_ids)

@@ -21,7 +21,7 @@ from backend.engine.paged_model import PagedModel
 from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs, joined
 from backend.engine.resolved_config import ResolvedConfig
-from backend.engine.sampler import choose, sample
+from backend.engine.sampler import sample
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch
 from backend.native.recording import StepInterrupted
 
@@ -87,10 +87,11 @@ class Runner:
             return None
         if decodes:
             sampling = self._decode_batches.sampling(batch, self._config.model.vocab_size)
-            if self._decode_batches.is_plain:  # nothing else is wanted
-                drawn = choose(self._model.logits(hidden), sampling.random, self._model.ops)
-                return [RunnerOutput((token_id,)) for token_id in drawn.tolist()]
-            return self._sample(batch.next_tokens, self._model.logits(hidden), sampling)
+            scores = self._model.scores(hidden)
+            if self._decode_batches.is_plain_or_penalised:  # nothing else is wanted
+                chosen = self._model.ops.choose(scores, sampling.random, sampling.penalties)
+                return [RunnerOutput((token_id,)) for token_id in chosen.tolist()]
+            return self._sample(batch.next_tokens, scores, sampling)
         return self._outputs(plan, batch, hidden)
 
     def _outputs(self, plan: Sequence[ScheduledRequest], batch: Batch, hidden: Tensor) -> list[RunnerOutput]:
@@ -102,7 +103,7 @@ class Runner:
             if all(token.is_plain_greedy for token in batch.next_tokens):
                 chosen = [RunnerOutput((token_id,)) for token_id in self._model.greedy_tokens(hidden).tolist()]
             else:
-                chosen = self._sample(batch.next_tokens, self._model.logits(hidden))
+                chosen = self._sample(batch.next_tokens, self._model.scores(hidden))
             for i, sampled in zip(batch.sampled, chosen, strict=True):
                 computed[i] = sampled if computed[i] is NO_OUTPUT else joined(computed[i], sampled)
         return computed
@@ -115,7 +116,7 @@ class Runner:
     def _sample(
         self, tokens: Sequence[NextToken], logits: Tensor, sampling: SamplingBatch | None = None
     ) -> list[RunnerOutput]:
-        """One token for each row of logits."""
+        """One token for each row of logits, which are in float32 or the model's dtype."""
         sampling = sampling or make_sampling_batch(tokens, self._config.model.vocab_size, self._config.device)
         allowed = self._masks.collect([token.request for token in tokens])
         errors, late = (allowed.errors, allowed.late) if allowed else ({}, frozenset[int]())

@@ -21,7 +21,6 @@ from backend.engine.outputs import TokenLogprob
 from backend.engine.sampling_batch import SamplingBatch
 from backend.ops.base import Ops
 from backend.ops.reference import ReferenceOps
-from backend.ops.sampling import RandomRows
 
 REFERENCE = ReferenceOps()
 
@@ -37,33 +36,25 @@ class SampledToken:
 def sample(
     logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None = None, ops: Ops = REFERENCE
 ) -> list[SampledToken]:
-    """Samples one token per row. logits: [N, vocab_size] float32, may be overwritten."""
-    wanted = batch.logprobs
+    """Samples one token per row. logits: [N, vocab_size] in float32 or the model's dtype, may be overwritten."""
+    wanted, penalties = batch.logprobs, batch.penalties
+    if wanted or batch.bias or allowed:
+        logits = ops.logits(logits, 1.0, None)
     raw_logits, raw_rows = logits, wanted.rows if wanted else None
-    if wanted and (batch.penalties or batch.bias or allowed):
+    if wanted and (penalties or batch.bias or allowed):
         raw_logits, raw_rows = logits[wanted.rows], None  # a copy, since the next operations may overwrite the logits
-    if batch.penalties:
-        logits = ops.penalise(logits, batch.penalties)
+    if penalties and (batch.bias or allowed):
+        logits, penalties = ops.penalise(logits, penalties.entries(logits.device)), None
     if batch.bias:
         logits = ops.add_bias(logits, batch.bias)
     if allowed:
         logits = ops.forbid(logits, allowed.rows, allowed.bitmask)
-    chosen = choose(logits, batch.random, ops)
+    chosen = ops.choose(logits, batch.random, penalties)
     logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     if wanted:
         scored = score(raw_logits, raw_rows, chosen[wanted.rows], [*wanted.counts.values()], ops)
         logprobs = {row: (logprob,) for row, logprob in zip(wanted.counts, scored, strict=True)}
     return [SampledToken(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
-
-
-def choose(logits: Tensor, random: RandomRows | None, ops: Ops) -> Tensor:
-    """The token of each row, [N]: drawn in the random rows, and the most likely one in the others."""
-    if random and len(random.rows) == len(logits):
-        return ops.draw(logits, random)
-    chosen = ops.argmax(logits)
-    if random:
-        chosen[random.rows] = ops.draw(logits, random)
-    return chosen
 
 
 def score(

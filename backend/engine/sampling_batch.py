@@ -18,8 +18,9 @@ from backend.attention.uploads import upload
 from backend.engine.occurrence_counts import OccurrenceCounts
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
-from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows, SamplingFilters
+from backend.ops.sampling import LogitBias, LogitEntries, RandomRows, RowPenalties, SamplingFilters
 
+NOTHING_COUNTED = OccurrenceCounts()
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less would overflow, and the result would be the same
 
 
@@ -97,7 +98,7 @@ class SamplingBatch:
     """How N rows of logits are sampled. A part that no row needs is None."""
 
     random: RandomRows | None
-    penalties: Penalties | None
+    penalties: RowPenalties | None
     bias: LogitBias | None
     logprobs: LogprobRows | None
 
@@ -106,7 +107,7 @@ def make_sampling_batch(tokens: Sequence[NextToken], vocab_size: int, device: to
     """One row for each token, in this order."""
     return SamplingBatch(
         random=random_rows(tokens, vocab_size, device),
-        penalties=_penalties(tokens, device),
+        penalties=row_penalties(tokens),
         bias=_bias(tokens, device),
         logprobs=_logprob_rows(tokens, device),
     )
@@ -127,7 +128,7 @@ def mix_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
     return _mix(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
 
 
-def uniform_at(mixed: NDArray[np.uint64], positions: Sequence[int]) -> NDArray[np.float64]:
+def uniform_at(mixed: NDArray[np.uint64], positions: Sequence[int] | NDArray[np.uint64]) -> NDArray[np.float64]:
     """The rest of `uniform`, from what `mix_seeds` returns."""
     bits = _mix(mixed + np.array(positions, dtype=np.uint64)) >> np.uint64(12)
     return bits.astype(np.float64) * 2.0**-52
@@ -176,21 +177,15 @@ def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> LogitEnt
     return LogitEntries(*torch.tensor([*zip(*pairs, strict=True)], dtype=torch.int64, device=device).unbind())
 
 
-def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties | None:
-    rows = [row for row, token in enumerate(tokens) if token.sampling.has_penalties]
-    counted = [tokens[row].penalty_counts for row in rows]
-    sizes = [*map(len, counted)]
-    if not sum(sizes):
+def row_penalties(tokens: Sequence[NextToken]) -> RowPenalties | None:
+    """The penalties of the tokens, if one of them has any. Those without drafts stay valid from step to step."""
+    samplings = [token.sampling for token in tokens]
+    counted = [token.penalty_counts if token.sampling.has_penalties else NOTHING_COUNTED for token in tokens]
+    if not any(map(len, counted)):
         return None
-    samplings = [tokens[row].sampling for row in rows]
     factors = [(s.presence_penalty, s.frequency_penalty, s.repetition_penalty) for s in samplings]
-    token_ids = np.concatenate([np.frombuffer(each.token_ids, np.int64) for each in counted])
-    counts = np.concatenate([np.frombuffer(each.counts, np.float32) for each in counted])
-    entries = np.stack((np.repeat(np.array(rows, np.int64), sizes), token_ids))
-    values = np.vstack((counts, np.repeat(np.array(factors, np.float32).T, sizes, axis=1)))
-    return Penalties(
-        LogitEntries(*torch.from_numpy(entries).to(device).unbind()), *torch.from_numpy(values).to(device).unbind()
-    )
+    token_ids, counts = (tuple(getattr(each, name) for each in counted) for name in ("token_ids", "counts"))
+    return RowPenalties(token_ids, counts, np.ascontiguousarray(np.array(factors, np.float32).T))
 
 
 def _bias(tokens: Sequence[NextToken], device: torch.device) -> LogitBias | None:

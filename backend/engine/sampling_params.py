@@ -70,5 +70,9 @@ class SamplingParams:
 
         The sampler then needs no other token of the sequence. Grammars are not known here.
         """
+        return self.is_plain_or_penalised(num_output_tokens) and not self.has_penalties
+
+    def is_plain_or_penalised(self, num_output_tokens: int) -> bool:
+        """As `is_plain`, but the token may also depend on penalties."""
         forbids = self.logit_bias or self.bad_words or num_output_tokens < self.min_tokens
-        return not (forbids or self.has_penalties or self.logprobs is not None)
+        return not forbids and self.logprobs is None

@@ -173,9 +173,12 @@ class Decoder:
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """Returns the token with the largest logit of each row: hidden [N, hidden_size] -> [N] int64."""
-        if self._config.logits_scale == 1.0 and self._config.logits_softcap is None:
-            return self._ops.argmax(self._lm_head(hidden))  # a comparison does not need float32
-        return self._ops.argmax(self.logits(hidden))
+        return self._ops.argmax(self.scores(hidden))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The logits for `Ops.choose`: as `logits`, but in the model's dtype unless they are scaled or capped."""
+        is_plain = self._config.logits_scale == 1.0 and self._config.logits_softcap is None
+        return self._lm_head(hidden) if is_plain else self.logits(hidden)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Applies the output head: hidden [N, hidden_size] -> logits [N, vocab_size] float32.

@@ -20,7 +20,7 @@ from torch import Tensor
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
-from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, StepRows
+from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, RowPenalties, StepRows
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -336,6 +336,13 @@ class Ops(ABC):
         """Returns the index of the largest logit of each row: logits [N, vocab_size] -> [N] int64.
 
         If several logits are equal, the first index is returned.
+        """
+
+    @abstractmethod
+    def choose(self, scores: Tensor, random: RandomRows | None, penalties: RowPenalties | None) -> Tensor:
+        """Returns the token of each row: drawn in the random rows, and the most likely one in the others.
+
+        scores: [N, vocab_size], the logits in float32 or the model's dtype, may be overwritten. Result: [N] int64.
         """
 
     @abstractmethod

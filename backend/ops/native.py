@@ -25,7 +25,7 @@ from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.int4 import SCALE_ENDS
 from backend.ops.kernel_ops import KernelOps
 from backend.ops.native_experts import BLOCK_SIZES, FORMATS, GATES, NativeMixtureOfExperts
-from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows
+from backend.ops.sampling import NO_RANDOM_ROWS, LogitBias, LogprobTensors, Penalties, RandomRows, RowPenalties
 
 TILE = 16  # rows of an AMX tile: outputs, or words of inputs
 # Half of the outputs in a panel of a packed weight. The outputs of a panel are summed together.
@@ -374,6 +374,8 @@ class NativeOps(KernelOps):
         )  # fmt: skip
 
     def logits(self, x: Tensor, factor: float, softcap: float | None) -> Tensor:
+        if x.dtype is torch.float32 and factor == 1.0 and softcap is None:
+            return x
         x = x.contiguous()
         out = x.new_empty(x.shape, dtype=torch.float32)
         fields = (x.data_ptr(), out.data_ptr(), *x.shape, DTYPES[x.dtype], factor, softcap or 0.0)
@@ -406,12 +408,28 @@ class NativeOps(KernelOps):
         self._call(library.FORBID, *pointers, len(rows), logits.shape[1], allowed.shape[1])
         return logits
 
+    def choose(self, scores: Tensor, random: RandomRows | None, penalties: RowPenalties | None) -> Tensor:
+        """One operation, which reads the scores in their own dtype and does not change them."""
+        if random is None and penalties is None:
+            return self.argmax(scores)
+        if random is None or len(random.rows) < len(scores):
+            random = (random or NO_RANDOM_ROWS).among(*scores.shape)
+        return self._draw(scores, random, penalties)
+
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
+        return self._draw(logits, random, None)
+
+    def _draw(self, logits: Tensor, random: RandomRows, penalties: RowPenalties | None) -> Tensor:
+        """The kernel also takes a temperature of 0. Penalties: of all rows, which must be random ones then."""
         logits, filters = logits.contiguous(), random.filters
         chosen = logits.new_empty(len(random.rows), dtype=torch.int64)
         limits = (filters.top_k, filters.top_p, filters.min_p) if filters else (None, None, None)
         pointers = map(_pointer, (logits, random.rows, random.temperature, random.uniform, *limits, chosen))
-        self._call(library.DRAW, *pointers, len(chosen), logits.shape[1])
+        occurred, factors = 0, 0
+        if penalties:
+            table = penalties.table()
+            occurred, factors = table.ctypes.data, penalties.factors.ctypes.data
+        self._call(library.DRAW, *pointers, len(chosen), logits.shape[1], DTYPES[logits.dtype], occurred, factors)
         return chosen
 
     def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> LogprobTensors:

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from backend.ops.base import INT4_GROUP, MXFP4_VALUES, Ops
 from backend.ops.int4 import to_int4
-from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, SamplingFilters, StepRows
+from backend.ops.sampling import (
+    LogitBias,
+    LogprobTensors,
+    Penalties,
+    RandomRows,
+    RowPenalties,
+    SamplingFilters,
+    StepRows,
+)
 
 SHORTLIST_SIZES = (256, 8192)  # most likely tokens to sort first; all tokens are sorted only if these are too few
 
@@ -64,6 +72,18 @@ class ReferenceOps(Ops):
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
+
+    def choose(self, scores: Tensor, random: RandomRows | None, penalties: RowPenalties | None) -> Tensor:
+        if random or penalties:
+            scores = self.logits(scores, 1.0, None)
+        if penalties:
+            scores = self.penalise(scores, penalties.entries(scores.device))
+        if random and len(random.rows) == len(scores):
+            return self.draw(scores, random)
+        chosen = self.argmax(scores)
+        if random:
+            chosen[random.rows] = self.draw(scores, random)
+        return chosen
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
         index = (penalties.entries.rows, penalties.entries.token_ids)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -25,6 +28,33 @@ class Penalties:
     presence: Tensor  # [E] float32
     frequency: Tensor  # [E] float32
     repetition: Tensor  # [E] float32
+
+
+@dataclass(frozen=True, slots=True)
+class RowPenalties:
+    """The penalties of N rows. The arrays of a row grow while the request does, and are read when a token is chosen."""
+
+    token_ids: tuple[array[int], ...]  # [N] of int64: the tokens that have occurred; none in a row without penalties
+    output_counts: tuple[array[float], ...]  # [N] of float32, as in `Penalties`
+    factors: NDArray[np.float32]  # [3, N]: presence, frequency and repetition penalty
+
+    def table(self) -> NDArray[np.int64]:
+        """The addresses of each row's token ids and of their counts, and how many there are: [3, N], for a kernel.
+
+        Valid until a token is counted.
+        """
+        addresses, sizes = zip(*(each.buffer_info() for each in self.token_ids), strict=True)
+        return np.array((addresses, [each.buffer_info()[0] for each in self.output_counts], sizes), np.int64)
+
+    def entries(self, device: torch.device) -> Penalties:
+        """The penalties of all tokens that have occurred so far, of which there must be one."""
+        sizes = [*map(len, self.token_ids)]
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        token_ids = np.concatenate([np.frombuffer(each, np.int64) for each in self.token_ids if each])
+        counts = np.concatenate([np.frombuffer(each, np.float32) for each in self.output_counts if each])
+        entries = torch.from_numpy(np.stack((rows, token_ids))).to(device)
+        values = torch.from_numpy(np.vstack((counts, np.repeat(self.factors, sizes, axis=1)))).to(device)
+        return Penalties(LogitEntries(*entries.unbind()), *values.unbind())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +88,21 @@ class RandomRows:
     temperature: Tensor  # [R] float32
     uniform: Tensor  # [R] float64, in [0, 1)
     filters: SamplingFilters | None
+
+    def among(self, count: int, vocab_size: int) -> RandomRows:
+        """All `count` rows: these, and the others with a temperature of 0."""
+
+        def spread(values: Tensor, off: float) -> Tensor:
+            return values.new_full((count,), off).index_copy_(0, self.rows, values)
+
+        if (filters := self.filters) is not None:
+            limits = spread(filters.top_k, vocab_size), spread(filters.top_p, 1.0), spread(filters.min_p, 0.0)
+            filters = SamplingFilters(self.rows[filters.rows], *limits)
+        rows = torch.arange(count, device=self.rows.device)
+        return RandomRows(rows, spread(self.temperature, 0.0), spread(self.uniform, 0.0), filters)
+
+
+NO_RANDOM_ROWS = RandomRows(torch.arange(0), torch.zeros(0), torch.zeros(0, dtype=torch.float64), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ sequences over that of a greedy step, as the median of the rounds. It must be at
 `sampler.py` measures the sampler alone.
 
 With `--cpu`, the figure is the CPU time of the sampler over that of a greedy step, with one thread and the least times.
-It is measured for the logits of random weights (flat), and for logits with most of the mass on a few tokens (peaked).
+It is measured for the logits of random weights (flat), and for logits with most of the mass on a few tokens (peaked),
+in the model's dtype. The greedy step's argmax is part of both, so the sampler adds a little less than that.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def cpu_shares(engine: Engine, rows: int, rounds: int) -> dict[str, float]:
     peaked[:, :40] += torch.linspace(22, 8, 40)
     hidden = torch.randn(rows, engine.config.model.hidden_size).to(engine.config.dtype)
     with torch.inference_mode():
-        given = {"flat": engine.runner.model.logits(hidden), "peaked": peaked}
+        given = {"flat": engine.runner.model.scores(hidden), "peaked": peaked.to(engine.config.dtype)}
         shares = {
             f"{kind}, {name}": min(sampling_times(engine, kind, logits, 5 * rounds)) / greedy
             for name, logits in given.items()

@@ -50,6 +50,10 @@ namespace LEVEL {
 
 #include "level/logits.h"
 
+#include "level/weights.h"
+
+#include "level/selection.h"
+
 #include "level/filters.h"
 
 #include "level/tokens.h"

@@ -151,15 +151,18 @@ struct Argmax {  // chosen[T]: the index of each row's largest number (of equals
   int64_t rows, size, dtype;
 };
 struct Draw {  // chosen[T]: the first index up to which exp(x[row] / temperature) sums to more than `share` of its
-               // total
-  const float* x;
+               // total; with a temperature of 0, the argmax
+  const void* x;
   const int64_t* row;
   const float* temperature;
   const double* share;
   const int64_t* top_k;  // filters (filters.h); all three are null if there are none
   const float *top_p, *min_p;
   int64_t* chosen;
-  int64_t rows, size;
+  int64_t rows, size, dtype;
+  const int64_t* occurrences;  // [3, T]: addresses of each row's penalised tokens (int64) and of their counts in the
+                               // output (float32), and how many tokens; null: no row has penalties
+  const float* penalties;      // [3, T]: presence, frequency and repetition penalty of each row
 };
 struct Penalise {  // changes x[row, token] for each entry
   float* x;

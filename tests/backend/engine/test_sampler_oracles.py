@@ -71,7 +71,7 @@ def our_distribution(logits: Tensor, requests: list[Request]) -> Tensor:
     batch = make_sampling_batch([*map(NextToken, requests)], logits.shape[-1], CPU)
     assert batch.random is not None
     if batch.penalties:
-        logits = REFERENCE.penalise(logits, batch.penalties)
+        logits = REFERENCE.penalise(logits, batch.penalties.entries(logits.device))
     if batch.bias:
         logits = REFERENCE.add_bias(logits, batch.bias)
     found = probabilities(logits, batch.random)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -14,7 +16,7 @@ from torch import Tensor
 from backend.ops.base import Ops
 from backend.ops.native import NativeOps
 from backend.ops.reference import ReferenceOps, probabilities
-from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows, SamplingFilters
+from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows, RowPenalties, SamplingFilters
 from tests.backend.levels import LEVELS, native_ops
 
 REFERENCE = ReferenceOps()
@@ -255,6 +257,17 @@ def test_top_p_is_exact_if_a_sample_of_the_weights_misleads(ops: Ops, top_p: flo
         assert_keeps_what_the_reference_keeps(ops, changed, {"top_p": top_p})
 
 
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("difference", [-2.0, 0.5, 2.0])
+def test_top_p_is_exact_if_the_sampled_blocks_differ_from_the_others(ops: Ops, top_p: float, difference: float) -> None:
+    """Top-p alone is decided by 256 blocks of 16 tokens first (`keep_top_p` in filters.h)."""
+    logits = random(1, 32_768) * 0.01
+    for i in range(0, 4096, 16):
+        begin = logits.shape[1] // 256 * i // 4096 * 256 + i * 7 % 256
+        logits[0, begin : begin + 16] += difference
+    assert_keeps_what_the_reference_keeps(ops, logits, {"top_p": top_p})
+
+
 @pytest.mark.parametrize("vocab_size", [300, 5000])
 def test_a_draw_does_not_depend_on_its_neighbours(ops: Ops, vocab_size: int) -> None:
     logits, random_rows = random(60, vocab_size) * 3, some_of_each(60, vocab_size, seed=3)
@@ -275,6 +288,40 @@ def test_threads_change_no_draw(level: str) -> None:
         found.append(ops.draw(ops.penalise(logits.clone(), penalties), random_rows))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("vocab_size", [300, 20_000])
+def test_draws_from_bfloat16_are_those_from_the_same_numbers_in_float32(ops: Ops, vocab_size: int) -> None:
+    scores, random_rows = (random(40, vocab_size) * 3).bfloat16(), some_of_each(40, vocab_size, seed=6)
+    assert torch.equal(ops.choose(scores.clone(), random_rows, None), ops.draw(scores.float(), random_rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_random", [True, False])
+@pytest.mark.parametrize("have_penalties", [True, False])
+def test_chosen_tokens_are_those_of_the_single_operations(
+    ops: Ops, dtype: torch.dtype, is_random: bool, have_penalties: bool
+) -> None:
+    """In a batch with random and greedy rows, and rows with and without penalties."""
+    count, vocab_size = 24, 700
+    scores = (random(count, vocab_size) * 3).to(dtype)
+    rows = torch.arange(count)[torch.arange(count) % 3 > 0]
+    drawn = replace(some_of_each(len(rows), vocab_size, seed=7), rows=rows) if is_random else None
+    generator = torch.Generator().manual_seed(8)
+    ids = [torch.randperm(vocab_size, generator=generator)[: 90 * (row % 4)].tolist() for row in range(count)]
+    counts = [[float(token % 3) for token in each] for each in ids]
+    factors = np.stack([np.linspace(low, high, count, dtype=np.float32) for low, high in ((-1, 2), (0, 1), (0.5, 2))])
+    penalties = RowPenalties(
+        tuple(array("q", each) for each in ids), tuple(array("f", each) for each in counts), factors
+    )
+    changed = scores.float()
+    if have_penalties:
+        changed = ops.penalise(changed.clone(), penalties.entries(torch.device("cpu")))
+    expected = ops.argmax(changed)
+    assert not have_penalties or not torch.equal(expected, ops.argmax(scores))
+    if drawn:
+        expected[rows] = ops.draw(changed, drawn)
+    assert torch.equal(ops.choose(scores.clone(), drawn, penalties if have_penalties else None), expected)
 
 
 def some_penalties(rows: int, vocab_size: int, each: int) -> Penalties:

@@ -22,13 +22,16 @@ inline float product(float a, float b) {
   return rounded;
 }
 
+inline float penalised(float x, float count, float presence, float frequency, float repetition) {
+  float value = x > 0 ? x / repetition : product(x, repetition);
+  value -= product(frequency, count);
+  return value - (count > 0 ? presence : 0);
+}
+
 inline void penalise(const Penalise& a) {
   parallel_for(a.entries, 0, [&](int64_t i) {
     float& x = a.x[a.row[i] * a.size + a.token[i]];
-    float value = x > 0 ? x / a.repetition[i] : product(x, a.repetition[i]);
-    value -= product(a.frequency[i], a.count[i]);
-    value -= a.count[i] > 0 ? a.presence[i] : 0;
-    x = value;
+    x = penalised(x, a.count[i], a.presence[i], a.frequency[i], a.repetition[i]);
   });
 }
 

@@ -48,7 +48,7 @@ struct RowStats {
 };
 
 // Reads the row once and writes the highest logit of each chunk to `peaks`. Exponentials are relative to the highest
-// logit so far and summed in double precision: `log_sum` is exact within 1e-6.
+// logit so far, and chunks are summed in double precision: `log_sum` is exact within 1e-6.
 inline RowStats row_stats(float own, const float* x, int64_t size, float* peaks) {
   constexpr float INF = __builtin_inff();
   float top = -INF, rest[CHUNK_SIZE], weights[CHUNK_SIZE];
