@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.holders import Holders
-from gateway.prefix.popularity import CALLS_MAX, Popularity
+from gateway.prefix.popularity import Popularity
 from gateway.prefix.reuse import ReuseCurve
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class FleetTraffic:
         self.popularity.note_call(chain)
         self.holders.note_call(chain, holder)
 
-    def popular_beginning(self, chain: Sequence[int], deployments: int, cached: Sequence[float]) -> tuple[int, float]:
-        """The number of tokens at the prompt's beginning that too few caches hold, and how many calls would use a copy.
+    def popular_beginning(self, chain: Sequence[int], deployments: int, cached: Sequence[float]) -> int:
+        """The number of tokens at the prompt's beginning that too few caches hold.
 
         So many calls begin with it that they are more than a fair share of the deployments that have it cached.
         `cached` has the prompt's cached tokens at those that are compared.
@@ -51,8 +51,8 @@ class FleetTraffic:
         blocks, share = self.popularity.popular_blocks(chain, 1 / deployments) if deployments > 1 else (0, 0.0)
         tokens = blocks * BLOCK_TOKENS
         if not blocks or sum(cached_tokens >= tokens for cached_tokens in cached) / len(cached) >= share:
-            return 0, 1.0
-        return tokens, max(1.0, share * CALLS_MAX / deployments)
+            return 0
+        return tokens
 
     def pressure(self, estimates: tuple[Estimate, ...], now: float) -> tuple[float, float]:
         """By how many seconds a second of computation delays other calls, and the mean work for a prompt.

@@ -3,7 +3,7 @@
 The cost is one number, without thresholds, and without a switch that turns affinity off. All terms are predictions:
 
     cost = queued                                  until the prompts that were sent before are computed
-         + popular / users / rate                  to compute what many prompts begin with
+         + POPULAR_WEIGHT * popular / rate         to compute what many prompts begin with
          + own / rate * (1 + delays + interrupted + overtaken)  to compute the rest, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
          + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
@@ -15,7 +15,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
     rate        the deployment's learned speed, in tokens per second. All lengths are work: tokens behind others count
                 more, by what attention was measured to cost (`gateway/prefix/prefill_speed.py`)
     popular     the uncached part of a beginning with which more calls begin than the deployments that have it cached
-                should serve (`gateway/prefix/popularity.py`). Each of the `users` of one more copy pays its share
+                should serve (`gateway/prefix/popularity.py`). It counts half: later calls use the copy, too, but this
+                one waits for all of it
     own         the rest of the prompt's uncached part
     pressure    how many seconds a second of computation delays later calls: utilisation / (1 - utilisation) of all
                 deployments, but at most as many calls as wait while one computes (`FleetTraffic.pressure`)
@@ -56,6 +57,7 @@ from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 from gateway.routing.jump_hash import jump_hash
 
+POPULAR_WEIGHT = 0.5  # of a second to compute a popular beginning; of the rest of a prompt, at least 1
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call of a background class; for others, 1
@@ -88,8 +90,8 @@ class PrefixAffinity:
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
         traffic = estimates[0].traffic
         pressure, mean_work = traffic.pressure(estimates, now)
-        popular_tokens, users = traffic.popular_beginning(chain, len(deployments), cached)
-        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_work, patience)
+        popular_tokens = traffic.popular_beginning(chain, len(deployments), cached)
+        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, pressure, mean_work, patience)
         candidates = [
             _candidate(one, prediction, prompt, cached_tokens, speed_of(one.estimate, estimates), now, home)
             for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
@@ -120,7 +122,6 @@ class _Prompt(msgspec.Struct, frozen=True):
     tokens: int
     common: float  # cached at more than half of the deployments
     popular: int  # that another deployment should have, too
-    users: float  # calls that will use such a copy
     pressure: float
     mean_work: float  # of other prompts
     patience: float  # what a second of waiting counts
@@ -153,7 +154,7 @@ def _only_candidate(
     estimate, prediction = deployment.estimate, deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_work = estimate.traffic.pressure((estimate,), now)
-    prompt = _Prompt(tokens, cached_tokens, 0, 1.0, pressure, mean_work, patience)
+    prompt = _Prompt(tokens, cached_tokens, 0, pressure, mean_work, patience)
     return _candidate(deployment, prediction, prompt, cached_tokens, estimate.speed.fitted(), now, home)
 
 
@@ -178,7 +179,7 @@ def _candidate(
     delays = own_pressure * (1 + (queued_work + own_work / 2) / typical_work)
     in_flight = estimate.total_in_flight(now)
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
-    weighted_work = popular_work / prompt.users + own_work * own_weight + lost_work * (1 + prompt.pressure)
+    weighted_work = POPULAR_WEIGHT * popular_work + own_work * own_weight + lost_work * (1 + prompt.pressure)
     queued_seconds = estimate.queued_seconds(queued_work)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_work / rate

@@ -209,6 +209,25 @@ def test_a_popular_beginning_is_copied_early() -> None:
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
 
 
+def test_a_popular_beginning_is_not_copied_while_a_deployment_that_has_it_is_idle() -> None:
+    """The call would wait until the beginning is computed again, for nothing."""
+    a, b = make_deployments()
+    beginning = a_call(LONG).fingerprint
+
+    def call(*rest: int) -> Call:
+        chain = (*beginning, *rest)
+        return msgspec.structs.replace(
+            a_call(LONG), fingerprint=chain, prompt_tokens_estimate=len(chain) * BLOCK_TOKENS
+        )
+
+    for number in range(8):
+        sent = b.send(call(*range(100 * number, 100 * number + 40)), now=float(number))
+        sent.first_chunk(number + 0.9)
+        sent.end(number + 0.9)
+    b.estimate.traffic.queued["m"] = 1  # so what is computed there delays another call
+    assert PrefixAffinity().order(call(*range(8_000, 8_024)), [a, b], now=8.0)[0].deployment is b
+
+
 def test_a_prefix_that_both_hold_decides_nothing() -> None:
     a, b = make_deployments()
     call = a_call(LONG)
