@@ -15,8 +15,7 @@ The cost is one number, without thresholds, and without a switch that turns affi
     rate        the deployment's learned speed, in tokens per second. All lengths are work: tokens behind others count
                 more, by what attention was measured to cost (`gateway/prefix/prefill_speed.py`)
     popular     the uncached part of a beginning with which more calls begin than the deployments that have it cached
-                should serve (`gateway/prefix/popularity.py`). It counts half: later calls use the copy, too, but this
-                one waits for all of it
+                should serve (`gateway/prefix/popularity.py`): this call waits for it, and later ones use the copy, too
     own         the rest of the prompt's uncached part
     pressure    how many seconds a second of computation delays later calls: utilisation / (1 - utilisation) of all
                 deployments, but at most as many calls as wait while one computes (`FleetTraffic.pressure`)
