@@ -13,11 +13,11 @@ def record_logits(engine: Engine) -> list[Tensor]:
     """Returns a list that gets the logits of each later step: [N, vocab_size]."""
     seen: list[Tensor] = []
     model: Any = engine.runner._model
-    compute = model.logits
+    compute, scores = model.logits, model.scores
 
     def recorded(hidden: Tensor) -> Tensor:
         seen.append(compute(hidden))
-        return seen[-1]
+        return scores(hidden)
 
-    model.logits = recorded
+    model.scores = recorded
     return seen
