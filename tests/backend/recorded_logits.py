@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,8 @@ def record_logits(engine: Engine) -> list[Tensor]:
     """Returns a list that gets the logits of each later step: [N, vocab_size]."""
     seen: list[Tensor] = []
     model: Any = engine.runner._model
-    compute, scores = model.logits, model.scores
+    compute: Callable[[Tensor], Tensor] = model.logits
+    scores: Callable[[Tensor], Tensor] = model.scores
 
     def recorded(hidden: Tensor) -> Tensor:
         seen.append(compute(hidden))
