@@ -28,7 +28,7 @@ HIT_MIN_SECONDS = 0.05  # that the hit of a prompt must save at least
 HIT_MIN_ERRORS = 8.0  # and also so many times the mean error of predicted periods
 CLEAR_SHARE = 0.25  # of what a hit saves: how far a clear case may be from the time that it explains
 CONTRADICTION_SHARE = 0.1  # of a period's length: a smaller error of a prediction may be one of the speed
-CLEAR_FACTOR = 2.0  # times as long as a period takes if all known blocks are cached: no error of the speed is so large
+CLEAR_FACTOR = 2.0  # times the rest of a period: what takes longer was lost, since no error of the speed is so large
 ERROR_WEIGHT = 0.1  # of the newest prompt, in the mean error
 PROMPTS_MAX = 256  # of a period; a longer one teaches nothing
 
@@ -103,10 +103,10 @@ class InferredHits:
         if known_work < min_seconds * rate:
             return
         saved_work = sum(speed.work(0, prompt.prompt_tokens) for prompt in prompts) - seconds * rate
-        lost_seconds, hit_seconds = (known_work - saved_work) / rate, seconds - (known_work - saved_work) / rate
+        lost_seconds = (known_work - saved_work) / rate
         # Neither an error of the speed nor a restart explains that much of it was lost, and not all.
         is_cut = (
-            lost_seconds > max(self._min_seconds(speed), CLEAR_FACTOR * hit_seconds)
+            lost_seconds > max(self._min_seconds(speed), CLEAR_FACTOR * (seconds - lost_seconds))
             and CONTRADICTION_SHARE * known_work < saved_work < (1 - CONTRADICTION_SHARE) * known_work
         )
         cache.learn_capacity(pieces, saved_work, responses=len(prompts), is_surprise=True, ends_guess=is_cut)
