@@ -59,7 +59,7 @@ struct End {          // the end of a prefix
 };
 
 inline bool are_equal(const float* weights, int64_t count) {  // weights are never -0 or NaN
-  return !__builtin_memcmp(weights, weights + 1, (count - 1) * sizeof(float));
+  return count < 2 || !__builtin_memcmp(weights, weights + 1, (count - 1) * sizeof(float));
 }
 
 // Finds where a prefix of the weights in falling order ends. The prefix has the largest weight, and each further one as
