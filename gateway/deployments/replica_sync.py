@@ -107,9 +107,7 @@ class PeerReports:
                 calls.append(_peer_call(sent))
         crashes = self._fleet.quarantine.take_updates()
         busy = [deployment for deployment in self._fleet if deployment.in_flight]
-        loads = [
-            (deployment.name, deployment.in_flight, deployment.estimate.prefill_tokens_queued) for deployment in busy
-        ]
+        loads = [(deployment.name, deployment.in_flight, deployment.estimate.queue.tokens) for deployment in busy]
         # An unchanged load is repeated only so that it does not expire at the peers.
         nothing_new = not calls and not crashes and loads == self._last_loads
         if nothing_new and not (loads and now - self._sent_at >= LOAD_REPEAT_SECONDS):

@@ -4,8 +4,8 @@
 `Estimate` answers the router's questions (`gateway/routing/prefix_affinity.py` has the cost formula):
 
     expected_cached_tokens   of a prompt, at the moment of the prediction
-    queued_tokens            uncached tokens of all prompts without a first chunk yet
-                             - those of the first one that are computed  + the peers' queued tokens
+    queued_tokens            that are still to be computed, of all prompts without a first chunk yet
+                             (`queued_prompts.py`) + the peers' queued tokens
     queued_work              what it takes to compute these (`prefill_speed.py` says what work is)
     eviction_loss            work to compute again what a prompt evicts and other calls will need
     prefill_tokens_per_second  the learned speed (`prefill_speed.py`)
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from gateway.prefix.busy_time import BusyTime
 from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.cache_runs import CachePrediction, shared_blocks
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import FleetTraffic
@@ -33,11 +33,11 @@ from gateway.prefix.in_flight import NO_PEER_LOAD, InFlightPrompt, PeerLoad, Rep
 from gateway.prefix.inferred_hits import InferredHits
 from gateway.prefix.prefill_share import PrefillShare
 from gateway.prefix.prefill_speed import PrefillSpeed
+from gateway.prefix.queued_prompts import QueuedPrompts
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
 MEAN_WEIGHT = 0.05  # of the newest prompt, in the means of lengths and work
-OVERDUE_SHARE = 0.5  # of the time that a prompt has taken longer than predicted: how long it will still take
 PAUSE_GAPS = 2.0  # between two calls, on average: a longer pause shows that fewer calls arrive
 GAP_WEIGHT = 0.1  # of the newest gap, in the mean time between two calls
 EVICTED_HIT_WEIGHT = 0.1  # of the newest response, in `evicted_hit_share`
@@ -65,8 +65,7 @@ class Estimate:
         self.decode = DecodeSpeed()  # equal deployments share one
         self._inferred_hits = InferredHits()
         self.traffic = traffic or FleetTraffic()
-        self.prefill_tokens_queued = 0  # uncached tokens of prompts without a first chunk yet
-        self._work_queued = 0.0  # to compute these
+        self.queue = QueuedPrompts(self.speed, self.cache)
         self.tokens_scale = 1.0  # engine tokens per fingerprint token
         self.reports_cached = False  # whether a response ever reported cached tokens
         self.evicted_hit_share = 0.5  # of blocks that the model had evicted, the share that responses found cached
@@ -77,14 +76,9 @@ class Estimate:
         self.prompt_tokens_in_flight = 0  # of those calls
         self.waiting_for_prefix = 0  # calls that will be sent here once a prefix is computed that they share
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
-        self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
-        self._uncached_max = 0  # no prompt of these has more `uncached_tokens`
-        self._unstreamed = 0  # of these prompts, how many belong to calls that do not stream
-        self._unstreamed_due = math.inf  # when the first of those is predicted to be computed, or earlier
         self._alone: InFlightPrompt | None = None  # in flight, and no other one has been since it was sent
         self._prefill_share = PrefillShare()
         self._peers_seen_at = -math.inf  # until when peers had calls in flight
-        self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
         self._busy_time = BusyTime()
         self._in_flight_seconds = 0.0  # the integral of `in_flight` until `_in_flight_changed_at`
         self._in_flight_changed_at = 0.0
@@ -96,7 +90,6 @@ class Estimate:
         self.mean_work = float(BLOCK_TOKENS)  # of a prompt
         self.mean_prompt_tokens = float(BLOCK_TOKENS)
         self._mean_gap_seconds = 0.0  # between two calls
-        self._removals = 0  # the cache model's `removals` at the last `_recount_uncached`
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -105,14 +98,14 @@ class Estimate:
 
     def busy_time(self, now: float) -> BusyTime:
         """How busy the deployment is with prompts, up to now."""
-        if now >= self._unstreamed_due:
+        if now >= self.queue.unstreamed_due:
             self._finish_unstreamed(now)
         self._note_busy_time(now)
         return self._busy_time
 
     def _note_busy_time(self, now: float) -> None:
         """Call it before the prompts that are queued here change."""
-        prompts: float = len(self._prefills)
+        prompts: float = len(self.queue.prompts)
         if self.peers.queued_tokens:  # the number of their prompts is not known
             prompts += max(1.0, self.peers.queued_tokens / max(self.mean_work, BLOCK_TOKENS))
         self._busy_time.note(now, prompts)
@@ -123,7 +116,7 @@ class Estimate:
         So it counts as idle soon after its calls have ended.
         """
         gaps_seconds = PAUSE_GAPS * self._mean_gap_seconds
-        pause_seconds = now - max(self.last_sent_at, self._prefilling_since, self._peers_seen_at)
+        pause_seconds = now - max(self.last_sent_at, self.queue.began_at, self._peers_seen_at)
         if self.in_flight or self.peers.in_flight or not self.calls_sent or pause_seconds <= gaps_seconds:
             return 1.0
         return gaps_seconds / pause_seconds
@@ -185,18 +178,6 @@ class Estimate:
         room = (self.capacity_engine_tokens - present_tokens) / self.tokens_scale
         return max(0, math.ceil((tokens + self.queued_tokens(now) - room) / BLOCK_TOKENS))
 
-    def _recount_uncached(self) -> None:
-        """Raise `uncached_tokens` of queued prompts whose cached blocks were evicted meanwhile."""
-        self._removals = self.cache.removals
-        for prompt in self._prefills:
-            uncached_tokens = prompt.prompt_tokens - self.cache.match(prompt.chain) * BLOCK_TOKENS
-            if uncached_tokens > prompt.uncached_tokens:
-                work = self.speed.work(prompt.prompt_tokens - uncached_tokens, prompt.prompt_tokens)
-                self.prefill_tokens_queued += uncached_tokens - prompt.uncached_tokens
-                self._work_queued += work - prompt.work
-                prompt.uncached_tokens, prompt.work = uncached_tokens, work
-                self._uncached_max = max(self._uncached_max, uncached_tokens)
-
     def total_in_flight(self, now: float) -> int:
         """Calls at the deployment, of this gateway and its peers.
 
@@ -220,8 +201,8 @@ class Estimate:
 
         `prediction` is the cache model's prediction for the prompt, if it was made already.
         """
-        cache, prefills = self.cache, self._prefills
-        if now >= self._unstreamed_due:
+        cache, queue = self.cache, self.queue
+        if now >= queue.unstreamed_due:
             self._finish_unstreamed(now)
         if prediction is None:
             prediction = cache.predict(chain)
@@ -230,8 +211,8 @@ class Estimate:
         cache.add(chain, prediction)
         self._note_in_flight(now)
         self._note_busy_time(now)
-        if not prefills:
-            self._prefilling_since = now
+        if not queue.prompts:
+            queue.began_at = now
         self.speed.sent(now, usable=streams, shared=self.peers.queued_tokens > 0)
         uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
         if uncached_tokens < 0:
@@ -250,17 +231,10 @@ class Estimate:
             sent_at=now,
         )
         if not streams:
-            queued_seconds = self.queued_seconds(self.queued_work(now) if prefills else self.peers.queued_tokens)
+            queued_seconds = self.queued_seconds(self.queued_work(now) if queue.prompts else self.peers.queued_tokens)
             own_seconds = self._prefill_share.prefill_seconds(work, speed.fitted_tokens_per_second)
             prompt.prefilled_by = now + queued_seconds + own_seconds + speed.fitted_overhead_seconds
-            if prompt.prefilled_by < self._unstreamed_due:
-                self._unstreamed_due = prompt.prefilled_by
-            self._unstreamed += 1
-        prefills[prompt] = None
-        if uncached_tokens > self._uncached_max:
-            self._uncached_max = uncached_tokens
-        self.prefill_tokens_queued += uncached_tokens
-        self._work_queued += work
+        queue.add(prompt)
         self.mean_work += MEAN_WEIGHT * (work - self.mean_work)
         self.mean_prompt_tokens += MEAN_WEIGHT * (prompt_tokens - self.mean_prompt_tokens)
         gap_seconds = now - self.last_sent_at
@@ -286,17 +260,14 @@ class Estimate:
         """
         uncached_tokens = max(0, prompt.prompt_tokens - cached_tokens)
         if uncached_tokens < prompt.uncached_tokens:
-            work = self.speed.work(prompt.prompt_tokens - uncached_tokens, prompt.prompt_tokens)
-            self.prefill_tokens_queued += uncached_tokens - prompt.uncached_tokens
-            self._work_queued += work - prompt.work
-            prompt.uncached_tokens, prompt.work = uncached_tokens, work
+            self.queue.set_uncached(prompt, uncached_tokens)
             self._note_standing()
         self.speed.spoil()
         self._alone = None
 
     def first_chunk(self, prompt: InFlightPrompt, now: float) -> None:
         """The prompt has been computed. Without streaming, the time of its prefill remains unknown."""
-        if prompt not in self._prefills:
+        if prompt not in self.queue.prompts:
             return
         self._finish_prefill(prompt, now)
         self._note_in_flight(now)
@@ -305,7 +276,7 @@ class Estimate:
         prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
         prompt.prefilled_seconds = self._prefilled_seconds
         period = prompt.period = self.speed.first_chunk(
-            now, idle=not self._prefills, usable=not self._unstreamed, shared=self.peers.queued_tokens > 0
+            now, idle=not self.queue.prompts, usable=not self.queue.unstreamed, shared=self.peers.queued_tokens > 0
         )
         if period is not None and not self.reports_cached:
             self._inferred_hits.note(prompt, period, self.speed, self.cache)
@@ -324,12 +295,12 @@ class Estimate:
         Then the prompt may not have been computed.
         """
         self._note_in_flight(now)
-        if now >= self._unstreamed_due:
+        if now >= self.queue.unstreamed_due:
             self._finish_unstreamed(now)
-        if prompt in self._prefills:
+        if prompt in self.queue.prompts:
             self._finish_prefill(prompt, now)
             self.speed.spoil()
-            if not self._prefills:
+            if not self.queue.prompts:
                 self.speed.idle()
         elif answered and output_tokens and prompt.streams:
             seconds = now - prompt.first_chunk_at
@@ -353,22 +324,15 @@ class Estimate:
 
     def _finish_unstreamed(self, now: float) -> None:
         """Calls that do not stream: count those prompts as computed that are predicted to be."""
-        for prompt in [prompt for prompt in self._prefills if prompt.prefilled_by <= now]:
+        for prompt in self.queue.take_due(now):
             self._finish_prefill(prompt, max(prompt.prefilled_by, self._busy_time.noted_at))
             self.speed.spoil()
-            if not self._prefills:
+            if not self.queue.prompts:
                 self.speed.idle()
-        self._unstreamed_due = min([prompt.prefilled_by for prompt in self._prefills], default=math.inf)
 
     def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
         self._note_busy_time(now)
-        del self._prefills[prompt]
-        if not self._prefills:
-            self._uncached_max = 0
-        self._unstreamed -= not prompt.streams
-        self.prefill_tokens_queued -= prompt.uncached_tokens
-        self._work_queued = self._work_queued - prompt.work if self._prefills else 0.0
-        self._prefilling_since = now
+        self.queue.remove(prompt, now)
         self._note_standing()
         if prompt.on_prefilled:
             for callback in prompt.on_prefilled:
@@ -377,7 +341,7 @@ class Estimate:
     def queued_seconds(self, queued_work: float) -> float:
         """How long a prompt that is sent now waits for the prompts before it, which are so much work."""
         speed = self.speed.fitted()
-        return queued_work / speed.fitted_tokens_per_second + len(self._prefills) * speed.fitted_overhead_seconds
+        return queued_work / speed.fitted_tokens_per_second + len(self.queue.prompts) * speed.fitted_overhead_seconds
 
     def _note_standing(self) -> None:
         """Call it after the queued prompts or the calls in flight have changed."""
@@ -385,64 +349,22 @@ class Estimate:
         # Without a call for what is read at each change: `decode.slowdown_of` and `speed.tokens_per_second`.
         slowdown_seconds = decode.mean_output_tokens * decode.slowdown_seconds * (self.in_flight + peers.in_flight)
         rate = speed.fitted_tokens_per_second if speed.is_fitted else speed.tokens_per_second
-        self.standing_seconds = (self._work_queued + peers.queued_tokens) / rate + slowdown_seconds
+        self.standing_seconds = (self.queue.work + peers.queued_tokens) / rate + slowdown_seconds
 
     def queued_tokens(self, now: float) -> float:
-        """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts.
-
-        Assumes that the first queued prompt has been computed at the learned rate since the last event.
-        """
-        first = self._first_queued(now)
-        if first is None:
-            return self.peers.queued_tokens
-        done = max(0.0, self._done_work(first, now) / first.work) if first.work else 1.0
-        return self.peers.queued_tokens + self.prefill_tokens_queued - done * first.uncached_tokens
+        """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts."""
+        if now >= self.queue.unstreamed_due:
+            self._finish_unstreamed(now)
+        return self.peers.queued_tokens + self.queue.tokens_left(now)
 
     def queued_work(self, now: float) -> float:
         """What it takes to compute the queued tokens, as a number of tokens at the beginning of a prompt.
 
         Peers only tell the number of theirs.
         """
-        first = self._first_queued(now)
-        if first is None:
-            return self.peers.queued_tokens
-        return self.peers.queued_tokens + self._work_queued - self._done_work(first, now)
-
-    def _first_queued(self, now: float) -> InFlightPrompt | None:
-        """The prompt that is computed now, after all prompts have been looked at again."""
-        if now >= self._unstreamed_due:
+        if now >= self.queue.unstreamed_due:
             self._finish_unstreamed(now)
-        first = next(iter(self._prefills), None)
-        if first is not None and self._removals != self.cache.removals:
-            self._recount_uncached()
-        return first
-
-    def _done_work(self, first: InFlightPrompt, now: float) -> float:
-        """So much of it should be computed by now. If all of it should be, there was more of it than predicted.
-
-        The longer it takes, the longer it will still take: `OVERDUE_SHARE` of the time since it should have ended.
-        """
-        speed = self.speed.fitted()
-        done = (now - self._prefilling_since) * speed.fitted_tokens_per_second
-        if done < first.work:
-            return done
-        overdue = done - first.work - speed.fitted_overhead_seconds * speed.fitted_tokens_per_second
-        return first.work - OVERDUE_SHARE * overdue if overdue > 0 else first.work
-
-    def find_shared_prefill(self, chain: Sequence[int], min_uncached_tokens: float = 0.0) -> InFlightPrompt | None:
-        """The queued prompt with the longest common prefix, if that prefix includes blocks that are not yet computed.
-
-        Considers only prompts with at least `min_uncached_tokens`.
-        """
-        if self._uncached_max < min_uncached_tokens:
-            return None
-        best_match: InFlightPrompt | None = None
-        longest_match = 0
-        for prompt in [one for one in self._prefills if one.uncached_tokens >= min_uncached_tokens]:
-            shared = shared_blocks(prompt.chain, chain)
-            if shared > max(longest_match, prompt.prediction.matched):
-                best_match, longest_match = prompt, shared
-        return best_match
+        return self.peers.queued_tokens + self.queue.work_left(now)
 
     def learn_cached(
         self, prompt: InFlightPrompt, input_tokens: int, cached_tokens: int, *, evictions_reported: bool = False

@@ -63,7 +63,7 @@ class AttemptRunner:
         its own, which its creator may cancel; otherwise it runs in the call's task.
         """
         deployment, loop = candidate.deployment, attempts.loop
-        if deployment.estimate.prefill_tokens_queued:
+        if deployment.estimate.queue.tokens:
             await wait_for_shared_prefill(call, deployment, deadline)
         request = call
         if call.media is not None and self._media is not None:  # before the deployment's own time begins

@@ -52,7 +52,7 @@ def _may_serve(holder: Candidate, candidate: Candidate, call: Call, now: float) 
         and _model(source, call) == _model(target, call)
         and source.breaker.would_admit(now)
         # Blocks that are still to be computed count as cached, so that calls with the same prefix are routed there.
-        and source.estimate.find_shared_prefill(call.fingerprint) is None
+        and source.estimate.queue.find_shared(call.fingerprint) is None
     )
 
 

@@ -102,7 +102,7 @@ class PrefixAffinity:
             candidates += [
                 Candidate(
                     deployment, worst_seconds + (estimate := deployment.estimate).standing_seconds, prompt_tokens, 0,
-                    estimate.prefill_tokens_queued, estimate.in_flight,
+                    estimate.queue.tokens, estimate.in_flight,
                 )
                 for deployment in others
             ]  # fmt: skip

@@ -37,9 +37,9 @@ def find_shared_prefill(call: RoutedPrompt, deployment: DeploymentState, now: fl
     estimate = deployment.estimate
     rate = estimate.prefill_tokens_per_second
     min_tokens = SHARED_MIN_SECONDS * rate
-    if estimate.prefill_tokens_queued < min_tokens or call.prompt_tokens_estimate < min_tokens:
+    if estimate.queue.tokens < min_tokens or call.prompt_tokens_estimate < min_tokens:
         return None
-    shared = estimate.find_shared_prefill(call.fingerprint, min_tokens)
+    shared = estimate.queue.find_shared(call.fingerprint, min_tokens)
     if shared is None:
         return None
     saved_blocks = shared_blocks(shared.chain, call.fingerprint) - shared.prediction.matched

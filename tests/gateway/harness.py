@@ -277,7 +277,7 @@ class Rig:
         await self.components.limiter.retry_unsettled()
         await settle()
         for server in self.fleet:
-            held = (server.slots_taken, server.in_flight, server.estimate.prefill_tokens_queued)
+            held = (server.slots_taken, server.in_flight, server.estimate.queue.tokens)
             assert held == (0, 0, 0), server.name
         assert all(reply.closed for reply in self.replies), "a connection is left open"
         assert self.components.cache.in_flight == 0, "a recording was never ended"

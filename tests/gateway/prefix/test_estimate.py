@@ -104,28 +104,12 @@ def test_the_prompts_of_peers_wait_too() -> None:
     assert estimate.busy_time(200.0).mean_waiting == pytest.approx(2, abs=0.01)
 
 
-def test_queued_tokens_decrease_with_time() -> None:
-    estimate = make_estimate()
-    estimate.begin((), 4000, now=0.0)
-    estimate.begin((), 1000, now=0.0)
-    assert [estimate.queued_tokens(now) for now in (0.0, 1.0, 4.0)] == [5000, 4000, 1000]
-
-
-def test_an_overdue_prompt_will_still_take_a_while() -> None:
-    """It should have been computed after 4 s: the longer it has taken, the longer it will still take."""
-    estimate = make_estimate()
-    estimate.begin((), 4000, now=0.0)
-    estimate.begin((), 1000, now=0.0)
-    assert estimate.queued_seconds(estimate.queued_work(9.0)) == pytest.approx(2.5 + 1.0, abs=0.02)
-    assert estimate.queued_tokens(9.0) == pytest.approx(3500, rel=0.01)
-
-
 def test_a_failed_call_leaves_nothing_in_the_cache() -> None:
     estimate = make_estimate()
     answered_call(estimate, LONG[:40], 0.0, cached_blocks=0)
     estimate.end(estimate.begin(LONG, TOKENS, now=1.0), now=2.0, answered=False)
     assert estimate.cache.match(LONG) == 40
-    assert (estimate.in_flight, estimate.prefill_tokens_queued) == (0, 0)
+    assert (estimate.in_flight, estimate.queue.tokens) == (0, 0)
 
 
 def test_one_response_reveals_a_restart_and_keeps_the_capacity() -> None:
@@ -166,7 +150,7 @@ def test_a_miss_on_a_prefix_that_was_being_computed_is_ignored() -> None:
     answered_call(estimate, (7, 8, 9), 0.0, cached_blocks=3)
     leader = estimate.begin(LONG, TOKENS, now=1.0)
     follower = estimate.begin(LONG, TOKENS, now=1.1)
-    assert estimate.find_shared_prefill(LONG) is leader
+    assert estimate.queue.find_shared(LONG) is leader
     estimate.first_chunk(leader, 2.0)
     estimate.learn_cached(follower, TOKENS, 0)
     assert estimate.cache.match((7, 8, 9)) == 3
@@ -233,22 +217,6 @@ def test_evictions_by_queued_prompts_are_predicted() -> None:
     assert estimate.cache.match(old) == 50, "it has not happened yet"
 
 
-def test_evicted_blocks_of_queued_prompts_are_counted_as_queued() -> None:
-    """A prompt of 40 blocks was fully cached when it was sent. 30 of them are evicted before its prefill begins."""
-    estimate = make_estimate()
-    estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
-    idle, waiting = tuple(range(1000, 1060)), tuple(range(40))
-    for chain in (idle, waiting):
-        answered_call(estimate, chain, 0.0, cached_blocks=0)
-    answered_call(estimate, idle, 0.5, cached_blocks=60)
-    estimate.begin(waiting, 40 * BLOCK_TOKENS, now=1.0)
-    assert estimate.queued_tokens(1.0) == 0
-    estimate.cache.remove(waiting[:11])
-    assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS
-    assert estimate.predict_cache(idle, 100 * BLOCK_TOKENS, now=1.0).matched == 30, "it makes way for them"
-    assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS, "they are counted once"
-
-
 def test_the_cache_of_an_idle_deployment_ages() -> None:
     """It had a call every second. After 39 idle seconds, its newest prompt is as old as after 39 other calls."""
     estimate = make_estimate()
@@ -284,21 +252,6 @@ def test_responses_change_nothing_if_evictions_are_reported() -> None:
     assert estimate.cache.match(LONG) == len(LONG)
 
 
-def test_a_call_that_does_not_stream_is_queued_only_while_its_prompt_is_computed() -> None:
-    estimate = make_estimate()
-    sent = estimate.begin((), 2000, now=0.0, streams=False)
-    assert estimate.queued_tokens(1.0) == 1000
-    assert estimate.queued_tokens(3.0) == 0
-    estimate.begin((), 1000, now=4.0)
-    assert estimate.queued_tokens(4.5) == 500, "the next prompt is computed at once"
-    for now in range(20, 60, 5):
-        estimate.queued_tokens(float(now))
-    assert estimate.in_flight == 2
-    estimate.first_chunk(sent, 60.0)
-    estimate.end(sent, 60.0, output_tokens=50)
-    assert estimate.in_flight == 1
-
-
 def test_busy_time_counts_only_the_prompts_of_calls_that_do_not_stream() -> None:
     estimate = make_estimate()
     for start in range(200):
@@ -317,31 +270,3 @@ def test_calls_that_do_not_stream_teach_how_long_prompts_are_computed() -> None:
     estimate.begin((), 8000, 1000.0, streams=False)
     assert estimate.queued_tokens(1000.5) > 0
     assert estimate.queued_tokens(1001.0) == 0
-
-
-def test_calls_that_do_not_stream_end_their_prefills_in_the_order_of_their_predictions() -> None:
-    """A later call may be due first, and a call may end before it is due."""
-    estimate = make_estimate()
-    long = estimate.begin((), 4000, now=0.0, streams=False)
-    due = long.prefilled_by
-    short = estimate.begin((), 40, now=0.0, streams=False)
-    third = estimate.begin((), 40, now=0.0, streams=False)
-    assert 0 < due < short.prefilled_by < third.prefilled_by
-    assert estimate.queued_tokens(due - 0.01) > 80
-    estimate.end(short, due - 0.01)
-    assert estimate.queued_tokens(due + 0.001) <= 40
-    assert estimate.queued_tokens(third.prefilled_by) == 0
-    alone = estimate.begin((), 4000, now=third.prefilled_by + 1, streams=False)
-    assert estimate.queued_tokens(alone.prefilled_by) == 0
-
-
-def test_a_shared_prefill_is_found_among_the_queued_prompts_that_are_long_enough() -> None:
-    estimate, chain = make_estimate(), tuple(range(100))
-    first = estimate.begin(chain, 100 * BLOCK_TOKENS, now=0.0)
-    estimate.begin(chain[:10], 10 * BLOCK_TOKENS, now=0.0)
-    assert estimate.find_shared_prefill(chain, 50.0 * BLOCK_TOKENS) is first
-    assert estimate.find_shared_prefill(chain, 101.0 * BLOCK_TOKENS) is None
-    estimate.first_chunk(first, 1.0)
-    assert estimate.find_shared_prefill(chain, 50.0 * BLOCK_TOKENS) is None
-    third = estimate.begin((*chain[:50], 1000), 51 * BLOCK_TOKENS, now=1.0)
-    assert estimate.find_shared_prefill((*chain[:50], 1000), float(BLOCK_TOKENS)) is third

@@ -125,7 +125,7 @@ class Rig:
         return [(attempt.deployment, attempt.outcome) for attempt in self.attempts.done]
 
     def idle(self) -> bool:
-        return not any(s.slots_taken or s.in_flight or s.estimate.prefill_tokens_queued for s in self.fleet)
+        return not any(s.slots_taken or s.in_flight or s.estimate.queue.tokens for s in self.fleet)
 
 
 def status(code: int, fault: Fault = Fault.STATUS) -> ProviderFailure:

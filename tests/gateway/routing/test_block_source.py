@@ -107,14 +107,14 @@ def test_what_is_loaded_is_neither_queued_work_nor_a_measurement() -> None:
     sent = a.send(call, 0.0)
     sent.expect_loaded(deployments["b"], matched)
     left = call.prompt_tokens_estimate - matched * BLOCK_TOKENS
-    assert a.estimate.prefill_tokens_queued == left
+    assert a.estimate.queue.tokens == left
     assert a.estimate.queued_work(0.0) == pytest.approx(left, rel=0.01)
     assert sent.predicted_cached_tokens == pytest.approx(matched * BLOCK_TOKENS, rel=0.01)
     sent.first_chunk(0.01)  # would be an incredible speed, if the prompt had been computed
     sent.learn_cached(call.prompt_tokens_estimate, matched * BLOCK_TOKENS)
     sent.learn_usage(call.id, call.prompt_tokens_estimate, matched * BLOCK_TOKENS, 5)
     sent.end(0.02)
-    assert a.estimate.prefill_tokens_queued == 0
+    assert a.estimate.queue.tokens == 0
     assert a.estimate.queued_work(1.0) == 0
     assert a.estimate.prefill_tokens_per_second == speed
     assert not a.estimate.reports_cached
