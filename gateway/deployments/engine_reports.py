@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,6 @@ from gateway.prefix.events.base import EventCounts, EventSource
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.events.trtllm import PATH as TENSORRT_PATH
 from gateway.prefix.events.trtllm import TensorRTEventSource
-from gateway.prefix.events.zmq import ZmqEventSource
 from gateway.prefix.in_flight import ReportedLoad
 from gateway.providers.transport import PROXY_EXTENSION, TLS_EXTENSION, HTTPTransport, Proxy
 
@@ -82,7 +82,9 @@ class EngineReporter:
     def _make_source(self, config: Deployment, blocks: BlockIndex) -> EventSource:
         assert config.kv_events is not None
         if not config.kv_events.startswith("http"):
-            return ZmqEventSource(config.kv_events, config.kv_events_replay, blocks, self.counts)
+            zmq = importlib.import_module("gateway.prefix.events.zmq")  # late: libzmq takes 4 MiB
+            source: EventSource = zmq.ZmqEventSource(config.kv_events, config.kv_events_replay, blocks, self.counts)
+            return source
         url = httpx2.URL(config.kv_events.rstrip("/") + TENSORRT_PATH)
         return TensorRTEventSource(lambda: self._fetch("POST", url), blocks, self.counts)
 

@@ -21,8 +21,8 @@ from gateway.auth.key_ids import KeyIdAuthenticator
 from gateway.auth.pepper import ANOTHER_PEPPER, PepperCheck
 from gateway.billing.budget_rebuild import BudgetRebuild
 from gateway.billing.drift_monitor import DriftMonitor
+from gateway.billing.ledger import make_shipper
 from gateway.billing.ledger.compactor import Compactor
-from gateway.billing.ledger.shipper import Shipper
 from gateway.core.errors import GatewayError, LedgerUnavailable, StorageUnavailable
 from gateway.core.supervision import Work
 from gateway.deployments.engine_reports import EngineReports
@@ -106,7 +106,7 @@ class Gateway:
             leads=parts.is_first_worker,
         )
         ship = settings.ledger_ship
-        self._shipper = None if ship is None else Shipper(ship, parts.ledger, settings.replica)
+        self._shipper = None if ship is None else make_shipper(ship, parts.ledger, settings.replica)
         stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store, self._background)
         conversations = ConversationsApi(parts.authenticator, policies, parts.response_store)
         chats = StoredChatsApi(parts.authenticator, policies, parts.response_store)

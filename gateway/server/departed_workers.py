@@ -8,10 +8,9 @@ import time
 from dataclasses import dataclass
 
 from gateway.auth.authenticator import Authenticator
-from gateway.billing.ledger import Ledger
+from gateway.billing.ledger import Ledger, make_shipper
 from gateway.billing.ledger.compactor import Compactor
 from gateway.billing.ledger.retention import remove_old_segments
-from gateway.billing.ledger.shipper import Shipper
 from gateway.billing.recovery import CrashRecovery
 from gateway.core.errors import LedgerUnavailable
 from gateway.deployments.fleet import Fleet
@@ -49,7 +48,7 @@ class DepartedWorkers:
                 await recovery.catch_up()
                 await ledger.durable(flush_now=True)
                 if settings.ledger_ship is not None:
-                    await Shipper(settings.ledger_ship, ledger, name).run(forever=False)
+                    await make_shipper(settings.ledger_ship, ledger, name).run(forever=False)
                 if settings.ledger_keep_days is not None:
                     oldest = time.time() - settings.ledger_keep_days * DAY_SECONDS
                     await asyncio.to_thread(remove_old_segments, ledger.folder, oldest, ledger.may_remove_segment)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from gateway.batches import BatchService
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger import Ledger
-from gateway.billing.ledger.shipper import Shipper
 from gateway.billing.settler import Settler
 from gateway.core.supervision import Supervisor
 from gateway.deployments.circuit_breaker import STATES
@@ -79,6 +79,9 @@ from gateway.telemetry.observable import (
     ObservableMetric,
     Reading,
 )
+
+if TYPE_CHECKING:
+    from gateway.billing.ledger.shipper import Shipper
 
 Register = Callable[[ObservableMetric, Callable[[], Reading]], None]
 

@@ -27,10 +27,10 @@ from gateway.telemetry.metrics import NAMED_TENANTS, Metrics
 from gateway.telemetry.observable import SPANS_DROPPED, ObservableMetric, Reading
 from gateway.telemetry.recent_calls import RecentCalls
 from gateway.telemetry.record import CallRecord, Times, phases, times
-from gateway.telemetry.spans import SpanBuilder
 
 if TYPE_CHECKING:
     from gateway.telemetry.otlp_metrics import OTLPMetrics
+    from gateway.telemetry.spans import SpanBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +62,18 @@ class Telemetry:
     ) -> None:
         self._metrics = Metrics(named_tenants=named_tenants)
         self._recent = recent
-        self._builder = SpanBuilder(__version__, replica)
-        self._spans = (
-            SpanQueue(
+        self._spans: SpanQueue | None = None
+        if otlp_endpoint:
+            # Imported here, only if it is used: protobuf and the SDK take 3 MiB.
+            spans = importlib.import_module("gateway.telemetry.spans")
+            self._builder: SpanBuilder = spans.SpanBuilder(__version__, replica)
+            self._spans = SpanQueue(
                 otlp_endpoint,
                 self._builder.envelope,
                 headers=otlp_headers,
                 interval_seconds=export_interval_seconds,
                 supervisor=supervisor,
             )
-            if otlp_endpoint
-            else None
-        )
         self._supervisor = supervisor or Supervisor()
         self._otlp_metrics: OTLPMetrics | None = None
         self._exporting: SupervisedTask | None = None
