@@ -238,6 +238,8 @@ def _downloaded(model: str, patterns: Sequence[str], ignored: Sequence[str]) -> 
 
 
 def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
+    if args.tensor_parallel_size > 1 and (args.kv_transfer or args.kv_transfer_peers):
+        raise StartError("--tensor-parallel-size does not work with --kv-transfer and --kv-transfer-peers")
     uses_lora = args.enable_lora or args.lora_modules or args.allow_runtime_lora_updating
     given = {
         "max_loras": (args.max_loras or max(DEFAULT_MAX_LORAS, len(args.lora_modules))) if uses_lora else None,
@@ -266,6 +268,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         enforce_eager=args.enforce_eager,
         speculation=args.speculation,
         wait_for_kernels=args.wait_for_kernels,
+        tensor_parallel_size=args.tensor_parallel_size,
         hf_overrides=args.hf_overrides,
         **chosen,
     )

@@ -73,6 +73,13 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", default="auto", help="cpu, cuda or cuda:N; auto (default): a GPU if there is one")
     add(
+        "--tensor-parallel-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide the model among N GPUs, from --device on, or among N processes on a CPU (default: %(default)s)",
+    )
+    add(
         "--quantization",
         choices=tuple(QUANTIZATIONS),
         default="none",

@@ -144,6 +144,7 @@ class AsyncEngine:
         """Starts the engine's thread."""
         self._loop = asyncio.get_running_loop()
         self._open = True
+        self._engine.runner.model.watch(self.fail)
         self._thread.start()
         if self._kernel_swap:
             self._kernel_swap.start()
@@ -158,6 +159,7 @@ class AsyncEngine:
             await asyncio.to_thread(self._kernel_swap.stop)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._engine.runner.model.close)
 
     def submit(self, request: Request) -> OutputStream:
         """Queues a request. The stream must be read to its end or closed.
@@ -276,6 +278,18 @@ class AsyncEngine:
 
     # -- On other threads ----------------------------------------------------------------------------------------
 
+    def fail(self, error: str) -> None:
+        """Ends the engine with an error and answers all open streams, even if a step never returns."""
+        with self._changed:
+            if not self._open:
+                return
+            logger.error("The engine has stopped: %s", error)
+            self.error = error
+            self._open, self._stopping = False, True
+            waiters = self._take_idle_waiters()
+            self._changed.notify()
+        self._loop.call_soon_threadsafe(self._end, FinishReason.ERROR, waiters)
+
     def _run_between_steps(self, work: Callable[[], None]) -> None:
         """Runs `work` on the engine's thread between two steps, unless the engine stops."""
 
@@ -299,7 +313,7 @@ class AsyncEngine:
                 self._send(outputs)
         except Exception as error:
             logger.exception("The engine has stopped because a step failed")
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = self.error or f"{type(error).__name__}: {error}"
             self._engine.scheduler.fail_all()
         finally:
             with self._changed:

@@ -28,6 +28,8 @@ from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
 from backend.native import compiler, library
 from backend.ops import OPS
+from backend.parallel.limits import check_devices, devices_of_ranks, refuse_undivided, threads_of_rank
+from backend.parallel.shards import check_divisible
 from backend.quantization import QUANTIZATIONS, bits_per_weight
 from backend.triton_runtime import runs_triton
 
@@ -78,6 +80,7 @@ class EngineConfig:
     max_draft_tokens: int = 8  # per request and step
     max_loras: int = 0  # LoRA adapters in memory, for which memory is set aside
     max_lora_rank: int = 16  # of each adapter
+    tensor_parallel_size: int = 1  # processes that compute the model together, on a GPU each or on this CPU
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # of config.json's fields (model_files/pooling.py)
 
     def __post_init__(self) -> None:
@@ -92,6 +95,7 @@ class EngineConfig:
             "max_draft_tokens",
             "kv_host_bytes",
             "max_lora_rank",
+            "tensor_parallel_size",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
@@ -116,6 +120,8 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_model_dir needs speculation {DRAFT_MODEL!r}, and conversely", param="draft_model_dir"
             )
+        if self.tensor_parallel_size > 1:
+            refuse_undivided(self)
 
     def resolve(self) -> ResolvedConfig:
         """Makes every choice that was left open, from the checkpoint and the machine. Reads only."""
@@ -131,7 +137,7 @@ class EngineConfig:
 
     def _may_start_with_torch(self) -> bool:
         """Whether the native kernels would be chosen, and a compiler would have to run first."""
-        is_open = not self.wait_for_kernels and self.ops == self.attention == AUTO
+        is_open = not self.wait_for_kernels and self.ops == self.attention == AUTO and self.tensor_parallel_size == 1
         return is_open and _device(self.device).type == "cpu" and not compiler.is_compiled()
 
     def _resolve(self) -> ResolvedConfig:
@@ -139,6 +145,9 @@ class EngineConfig:
         draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
         device = _device(self.device)
+        if self.tensor_parallel_size > 1:
+            check_devices(device, self.tensor_parallel_size)
+            check_divisible(model, self.tensor_parallel_size)
         block_bytes = self._block_bytes([model, draft] if draft else [model], dtype)
         num_blocks = self.num_blocks or self._num_blocks(block_bytes, model, dtype, device)
         if self.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
@@ -150,6 +159,8 @@ class EngineConfig:
             ThreadChoice(self.num_threads, "as configured")
             if self.num_threads
             else choose_num_threads(library.load() if ops == NATIVE else None, num_cores())
+            if self.tensor_parallel_size == 1
+            else threads_of_rank(num_cores(), self.tensor_parallel_size)
         )
         limits = choose_step_limits(device, self.max_num_seqs, self.max_num_batched_tokens)
         if model.encoder:
@@ -161,7 +172,7 @@ class EngineConfig:
             device=device,
             num_threads=threads.count,
             num_threads_reason=threads.reason,
-            adapts_threads=self.num_threads is None,
+            adapts_threads=self.num_threads is None and self.tensor_parallel_size == 1,
             block_size=self.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -181,6 +192,7 @@ class EngineConfig:
             max_draft_tokens=self.max_draft_tokens,
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
+            tensor_parallel_size=self.tensor_parallel_size,
         )
         if draft is None or self.draft_model_dir is None:
             return resolved
@@ -188,8 +200,12 @@ class EngineConfig:
         return replace(resolved, draft=draft_config)
 
     def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
-        form = create_kv_format(self.kv_cache_dtype)
-        num_values = sum(2 * m.num_cached_layers * m.num_kv_heads * form.width(m.head_dim) for m in models)
+        """The memory of one block, on all ranks together: each of these has at least one key/value head."""
+        form, ranks = create_kv_format(self.kv_cache_dtype), self.tensor_parallel_size
+        heads = [max(m.num_kv_heads, ranks) for m in models]
+        num_values = sum(
+            2 * m.num_cached_layers * n * form.width(m.head_dim) for m, n in zip(models, heads, strict=True)
+        )
         return self.block_size * num_values * form.dtype(dtype).itemsize
 
     def _limits_of_encoder(self, limits: StepLimits, max_model_len: int) -> StepLimits:
@@ -245,9 +261,10 @@ class EngineConfig:
         A GPU is assumed to be the engine's alone. A CPU's memory is shared with other processes, so the cache there is
         as large as the weights, and at least one GiB.
         """
-        free = free_memory_bytes(device)
-        if free is None:
+        found = [free_memory_bytes(of_rank) for of_rank in devices_of_ranks(device, self.tensor_parallel_size)]
+        if None in found:
             return CPU_KV_CACHE_BYTES
+        free = len(found) * min(free for free in found if free is not None)  # each rank takes as much
         model_dirs = [model_dir for model_dir in (self.model_dir, self.draft_model_dir) if model_dir]
         bits = bits_per_weight(self.quantization)
         is_native = _member("ops", self.ops, plain="reference", device=device) == NATIVE

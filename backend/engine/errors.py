@@ -7,6 +7,7 @@ EngineError
 ├── EngineDead          the engine is not running: never started, stopped, or ended by an error
 ├── ConfigError         the configuration cannot work; `param` names the field
 ├── UnsupportedModel    the checkpoint needs something that no model here implements
+├── RankFailed          a process of tensor parallelism has ended, and the engine with it
 ├── WeightsError        the checkpoint's tensors are not those that the model needs
 └── IntegrityError      the block pool is inconsistent: a bug, and never safe to continue after
 """
@@ -45,6 +46,10 @@ class ConfigError(EngineError):
 
 class UnsupportedModel(EngineError):
     """No model here implements the checkpoint."""
+
+
+class RankFailed(EngineError):
+    """Another process of the engine has ended, or does not answer."""
 
 
 class WeightsError(EngineError):

@@ -43,11 +43,12 @@ def create_runner(config: ResolvedConfig) -> Runner:
     """A `GraphRunner` if decode steps can be captured, otherwise a plain `Runner`.
 
     Capturing needs a GPU, attention that reads sequence lengths there, a model that generates tokens, and no mixture of
-    experts that syncs with the host.
+    experts that syncs with the host. Steps of several ranks are not captured.
     """
     runner = Runner(config)
     is_on_gpu = config.device.type == "cuda" and config.attention == TRITON and config.model.has_lm_head
-    if is_on_gpu and not config.enforce_eager and not runner.model.needs_host_sync:
+    is_alone = config.tensor_parallel_size == 1
+    if is_on_gpu and is_alone and not config.enforce_eager and not runner.model.needs_host_sync:
         return GraphRunner(config, CudaCapture(config.device), runner.model)
     return runner
 

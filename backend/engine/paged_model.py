@@ -6,6 +6,7 @@ and no sequence has an adapter; everything else runs through `_forward`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,8 @@ from backend.engine.batch import Batch
 from backend.engine.decode_programs import DecodePrograms
 from backend.engine.kv_memory import KvMemory
 from backend.engine.resolved_config import ResolvedConfig
+from backend.families import load_member
+from backend.layers.division import WHOLE, Division
 from backend.layers.forward_context import ForwardContext
 from backend.layers.loader import LayerLoader
 from backend.layers.lora import LoraTarget
@@ -29,6 +32,7 @@ from backend.ops import create_ops
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
 
+LEADERS = {"rank 0": "backend.parallel.leader:LeaderModel"}
 # The largest decode step whose logits and tokens are recorded, too. With more rows, the recording saves less, and each
 # program keeps more memory for their logits.
 MAX_GREEDY_ROWS = 16
@@ -37,14 +41,15 @@ MAX_GREEDY_ROWS = 16
 class PagedModel:
     """Weights, KV cache and kernels on one device. Not thread-safe."""
 
-    def __init__(self, config: ResolvedConfig, kv: KvMemory | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, kv: KvMemory | None = None, division: Division = WHOLE) -> None:
         """Loads the weights and allocates the cache, unless it is that of another copy of the same model.
 
-        Raises `WeightsError` if the checkpoint does not fit the model.
+        config: if the model is divided among processes, that of this process's part. Raises `WeightsError` if the
+        checkpoint does not fit the model.
         """
         self.ops = ops = create_ops(config.ops)
-        with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
-            loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
+        with Checkpoint(config.model_dir, config.dtype, config.device, division) as checkpoint:
+            loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops), division)
             self._encoder = Encoder(config.model, loader) if config.model.encoder else None
             if self._encoder is None:
                 model_class = architecture(config.model.architecture)
@@ -70,6 +75,12 @@ class PagedModel:
         for programs in (self.programs, self.greedy_programs):
             if programs:
                 programs.forget()
+
+    def watch(self, fail: Callable[[str], None]) -> None:
+        """Calls `fail` with the reason, from another thread, if another process that computes the model ends."""
+
+    def close(self) -> None:
+        """Ends the other processes that compute the model."""
 
     @property
     def needs_host_sync(self) -> bool:
@@ -157,3 +168,11 @@ class _InterruptibleAttention(StepAttention):
     ) -> Tensor:
         raise_if_interrupted(self._is_interrupted)
         return self._attend(query, key_cache, value_cache, variant)
+
+
+def create_model(config: ResolvedConfig) -> PagedModel:
+    """Loads the model, in several processes if so configured. Raises `WeightsError` or `RankFailed`."""
+    if config.tensor_parallel_size == 1:
+        return PagedModel(config)
+    leader: PagedModel = load_member(LEADERS, "rank 0")(config)
+    return leader

@@ -47,4 +47,5 @@ class ResolvedConfig:
     max_draft_tokens: int
     max_loras: int
     max_lora_rank: int
+    tensor_parallel_size: int  # processes that compute the model together; sizes in `model` are those of the whole
     draft: ResolvedConfig | None = None  # of the draft model: differs in the model only

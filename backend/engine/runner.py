@@ -17,7 +17,7 @@ from backend.engine.batch import Batch, make_batch
 from backend.engine.decode_batch import DecodeBatches
 from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskCollector
-from backend.engine.paged_model import PagedModel
+from backend.engine.paged_model import PagedModel, create_model
 from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs, joined
 from backend.engine.resolved_config import ResolvedConfig
@@ -34,7 +34,7 @@ class Runner:
         torch.set_num_threads(config.num_threads)
         self._config = config
         self._use_device()
-        self._model = model or PagedModel(config)
+        self._model = model or create_model(config)
         self._masks = MaskCollector(config.model.vocab_size, config.device)
         self._decode_batches = DecodeBatches(config.block_size, config.device)  # optional: faster than make_batch
 

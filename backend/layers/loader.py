@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from backend.layers.division import WHOLE, Division
 from backend.layers.lora import LoraLinear, modules_of
 from backend.layers.norm import RmsNorm
 from backend.model_files.quantized_tensor import concatenated, dequantized
@@ -26,6 +27,7 @@ class LayerLoader:
     checkpoint: Checkpoint
     ops: Ops
     quantization: Quantization
+    division: Division = WHOLE
     prefix: str = ""
     norm_offset: float = 0.0  # added to norm weights, for checkpoints that store the difference from an offset
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backend.layers.attention import PagedAttention
+from backend.layers.division import AttentionLayer, MlpLayer
 from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.gates import TopKGate
 from backend.layers.loader import LayerLoader
@@ -21,7 +22,7 @@ from backend.layers.lora import LoraTarget
 from backend.layers.mlp import PLAIN_NAMES, DenseMlp, GatedMlp, Mlp, SparseMlp
 from backend.layers.rope import RopeTable
 from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
-from backend.models.layers import AttentionLayer, DecoderLayer, PreNormLayer
+from backend.models.layers import DecoderLayer, PreNormLayer
 from backend.models.score_head import ScoreHead
 
 
@@ -87,10 +88,13 @@ class Decoder:
         else:
             self._embedding = loader.quantization.embedding(embedding)
             self._lm_head = loader.linear([("lm_head", config.vocab_size)], config.hidden_size)
+        self._embedding = loader.division.embedding(self._embedding)
+        if config.has_lm_head:
+            self._lm_head = loader.division.head(self._lm_head)
 
     def _sublayers(
         self, config: ModelConfig, layer: LayerConfig, model: LayerLoader, index: int
-    ) -> tuple[AttentionLayer, DenseMlp | SparseMlp]:
+    ) -> tuple[AttentionLayer, MlpLayer]:
         loader = model.below(f"layers.{index}")
         attention = self.attention(config, layer, loader.below("self_attn"))
         if layer.experts is not None:

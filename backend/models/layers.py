@@ -11,27 +11,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from backend.layers.attention import PagedAttention
+from backend.layers.division import AttentionLayer, MlpLayer
 from backend.layers.forward_context import ForwardContext, LayerCache
-from backend.layers.latent_attention import LatentAttention
 from backend.layers.loader import LayerLoader
 from backend.layers.lora import LoraLinear
-from backend.layers.mlp import DenseMlp, SparseMlp
 from backend.layers.norm import RmsNorm
 from backend.models.config import ModelConfig
-
-AttentionLayer = PagedAttention | LatentAttention
 
 
 class DecoderLayer(ABC):
     """Base class of decoder layers: attention and an MLP with norms and residual connections."""
 
-    def __init__(
-        self, config: ModelConfig, loader: LayerLoader, attention: AttentionLayer, mlp: DenseMlp | SparseMlp
-    ) -> None:
+    def __init__(self, config: ModelConfig, loader: LayerLoader, attention: AttentionLayer, mlp: MlpLayer) -> None:
         self._ops = loader.ops
-        self._attention = attention
-        self._mlp = mlp
+        self._attention = loader.division.attention(attention)
+        self._mlp = loader.division.mlp(mlp)
         self._load_norms(config, loader)
 
     @property

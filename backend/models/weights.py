@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backend.engine.errors import WeightsError
+from backend.layers.division import WHOLE, Division
 from backend.model_files import open_model_files
 from backend.model_files.base import TensorReaders
 from backend.model_files.quantized_tensor import StoredTensor, dequantized
@@ -26,11 +27,13 @@ logger = logging.getLogger(__name__)  # INFO: progress
 class Checkpoint:
     """Open checkpoint of a model, as a context manager. Methods raise `WeightsError`.
 
-    Each tensor can be taken once. `take` converts it to `dtype` on `device`.
+    Each tensor can be taken once. `take` converts it to `dtype` on `device`. If the model is divided among processes,
+    each takes its part of a tensor, and shapes are those of parts.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, division: Division = WHOLE) -> None:
         self._model_dir = model_dir
+        self._division = division
         self.dtype = dtype
         self._device = device
         self._files = ExitStack()
@@ -60,7 +63,7 @@ class Checkpoint:
         """Takes a tensor like `take`, but a quantized tensor stays quantized."""
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; unused tensors: {self._unused()}")
-        tensor = self._sources.pop(name)()
+        tensor = self._division.part(name, self._sources.pop(name)())
         if time.monotonic() >= self._next_report:
             self._next_report = time.monotonic() + PROGRESS_SECONDS
             logger.info("loading weights: %d of %d tensors", self._num_tensors - len(self._sources), self._num_tensors)

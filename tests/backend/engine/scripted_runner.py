@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class ScriptedRunner:
 
     uses_lookahead = False
     use_idle_time = staticmethod(lambda: False)
+    model = SimpleNamespace(watch=lambda fail: None, close=lambda: None)  # in one process
 
     def __init__(self) -> None:
         self.failure: Exception | None = None

@@ -67,6 +67,7 @@ def test_a_model_with_host_syncs_or_without_an_output_head_is_not_captured(
         device=torch.device("cuda"),
         attention="triton",
         enforce_eager=enforce_eager,
+        tensor_parallel_size=1,
         model=SimpleNamespace(has_lm_head=generates),
     )
     runner = create_runner(config)

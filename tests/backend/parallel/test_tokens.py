@@ -1,0 +1,101 @@
+"""Two processes and more compute the same tokens as one, over real groups and small random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.engine.engine import Engine
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
+from tests.backend.checkpoints import CHECKPOINTS, build_model, save
+from tests.backend.engine.test_invariance_of_families import outputs, requests
+from tests.backend.parallel.conftest import LoadEngine
+
+CheckpointDir = Callable[[str], Path]
+
+CRAMPED: dict[str, Any] = {"num_blocks": 52, "block_size": 4, "max_num_batched_tokens": 9, "speculation": "ngram"}
+FAMILIES = [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.slow]) for name in CHECKPOINTS]
+
+
+@pytest.mark.parametrize("name", [family for family in FAMILIES if "olmo2" not in family.values])
+def test_two_ranks_compute_the_tokens_of_one_process(
+    name: str, checkpoint_dir: CheckpointDir, load: LoadEngine
+) -> None:
+    """Greedy and seeded sampling, penalties and logprobs, in steps with prompts, chunks and decodes."""
+    directory = checkpoint_dir(name)
+    expected = outputs(load(directory), requests())
+    assert any(len(set(tokens)) > 8 for tokens in expected), "a model that repeats itself proves little"
+    assert outputs(load(directory, tensor_parallel_size=2), requests()) == expected
+
+
+def test_with_chunks_hits_preemptions_and_drafts(checkpoint_dir: CheckpointDir, load: LoadEngine) -> None:
+    directory = checkpoint_dir("llama")
+    expected = outputs(load(directory), requests())
+    cramped = load(directory, tensor_parallel_size=2, **CRAMPED)
+    for _ in range(2):
+        assert outputs(cramped, requests()) == expected
+    stats = cramped.stats()
+    assert stats.preemptions_total > 0
+    assert stats.prefix_cache_hits_total > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_more_ranks_than_key_value_heads(name: str, checkpoint_dir: CheckpointDir, load: LoadEngine) -> None:
+    directory = checkpoint_dir(name)
+    expected = outputs(load(directory), requests())
+    assert outputs(load(directory, tensor_parallel_size=4), requests()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_cannot_be_divided_evenly(tied: bool, tmp_path: Path, load: LoadEngine) -> None:
+    save(build_model("llama", vocab_size=255, tie_word_embeddings=tied), tmp_path)
+
+    def within(prompt: list[int]) -> list[int]:
+        return [min(token, 254) for token in prompt]
+
+    def some() -> list[Request]:
+        return [Request(r.request_id, within(r.token_ids), r.sampling) for r in requests()]
+
+    assert outputs(load(tmp_path, tensor_parallel_size=2), some()) == outputs(load(tmp_path), some())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"ops": "reference", "attention": "sdpa"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_other_implementations(options: dict[str, Any], checkpoint_dir: CheckpointDir, load: LoadEngine) -> None:
+    directory = checkpoint_dir("qwen3")
+    expected = outputs(load(directory, **options), requests())
+    assert outputs(load(directory, tensor_parallel_size=2, **options), requests()) == expected
+
+
+def logprobs(engine: Engine) -> list[float]:
+    """The log-probabilities of a prompt's tokens and of those that follow."""
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, prompt_logprobs=1)
+    engine.add(Request("r", [(7 * i * i + 3 * i) % 256 for i in range(40)], sampling))
+    found = []
+    while engine.has_unfinished:
+        for output in engine.step():
+            found += [each.logprob for each in (*(output.prompt_logprobs or ()), *output.logprobs) if each is not None]
+    return found
+
+
+def test_logprobs_of_prompts_and_tokens(checkpoint_dir: CheckpointDir, load: LoadEngine) -> None:
+    directory = checkpoint_dir("llama")
+    expected = logprobs(load(directory))
+    assert len(expected) > 40
+    assert logprobs(load(directory, tensor_parallel_size=2)) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_close_as_rounding_allows(checkpoint_dir: CheckpointDir, load: LoadEngine) -> None:
+    """Tokens may differ in bfloat16, so only the prompt's log-probabilities are compared."""
+    directory = checkpoint_dir("qwen3")
+    expected = logprobs(load(directory, dtype="bfloat16"))[:39]
+    divided = logprobs(load(directory, dtype="bfloat16", tensor_parallel_size=2))[:39]
+    assert divided == pytest.approx(expected, abs=0.5)
+    assert sum(abs(a - b) for a, b in zip(divided, expected, strict=True)) / len(expected) < 0.1
