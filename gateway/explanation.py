@@ -38,6 +38,7 @@ class Explanation(NamedTuple):
     seconds: float  # that canonicalisation took
     now: float  # in the event loop's seconds
     own: frozenset[str]  # the deployments of the requested model; other candidates belong to its fallbacks
+    prefill: Candidate | None = None  # the prefill deployment that would compute the prompt for the first candidate
 
     @property
     def json(self) -> dict[str, Any]:
@@ -75,7 +76,8 @@ class Explainer:
             raise BadRequest(self._refusal(call))
         as_sent = Canonicaliser(self._secret).canonicalise(endpoint, body, headers, policy=self._untouched, **context)
         own = frozenset(deployment.name for deployment in self._fleet.deployments_of(call.model))
-        return Explanation(self._policy, call, as_sent, candidates, seconds, context["now"], own)
+        prefill = self._router.prefill_of(call, candidates[0], context["now"])
+        return Explanation(self._policy, call, as_sent, candidates, seconds, context["now"], own, prefill)
 
     def _refusal(self, call: Call) -> str:
         """Why no deployment can answer the call."""
@@ -115,6 +117,10 @@ def _explanation(explanation: Explanation) -> dict[str, Any]:
             }
             for candidate in explanation.candidates
         ],
+        "prefill": None if (prefill := explanation.prefill) is None else {
+            "deployment": prefill.deployment.name, "matched_tokens": prefill.matched_tokens,
+            "ttft_seconds": round(prefill.ttft_seconds, 4),
+        },
         "why": _why(explanation),
     }  # fmt: skip
 

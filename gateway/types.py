@@ -115,7 +115,7 @@ class Call(msgspec.Struct, frozen=True):
     session: str | None = None  # the conversation's name as the client gave it; salted per tenant
     hints: frozenset[str] = frozenset()  # advisory fields, dropped for deployments that do not support them
     cache_slot: int | None = None  # llama.cpp slot that the router chose; None for other dialects
-    block_source: str | None = None  # base URL of an engine that has the prompt's beginning, chosen by the router
+    kv_transfer: msgspec.Raw | None = None  # the router's `kv_transfer_params` (`gateway.core.kv_transfer`)
     media: PromptMedia | None = None  # None if the prompt has text only
     passed: PassedRequest | None = None  # set if the operation is `PASSED`
     wildcard: str = ""  # what the `*` in the model's name stands for
@@ -239,8 +239,7 @@ class PhaseTimings:
     def between(self, phase: str, later: str) -> int:
         """Nanoseconds from the start of one phase to the start of a later one; 0 if either was not entered."""
         at = dict(self.phases)
-        lasted = at[later] - at[phase] if phase in at and later in at else 0
-        return lasted if lasted > 0 else 0
+        return max(0, at[later] - at[phase]) if phase in at and later in at else 0
 
     def end(self) -> None:
         self.ended_ns = self.now_ns()
@@ -276,12 +275,13 @@ class Attempt(msgspec.Struct, frozen=True):
     blocks_from: str | None = None  # deployment from which it loaded the beginning of the prompt
 
 
-class UnbilledTokens(msgspec.Struct, frozen=True):
+class UnbilledTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """Work that is never billed. `exact` if the engine recorded it; else an estimate: the prompt, and what arrived."""
 
     input: int
     output: int
     exact: bool
+    cache_read: int = 0  # part of `input`
 
 
 class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):

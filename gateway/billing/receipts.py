@@ -262,5 +262,9 @@ def _attempt_row(attempt: Attempt, served: str | None, receipt_started: int) -> 
         attempt.outcome,
         attempt.status,
         attempt.continues,
-        None if unbilled is None else UnbilledTokens(unbilled.input, unbilled.output, unbilled.exact),
+        None if unbilled is None else _unbilled_tokens(unbilled),
     )
+
+
+def _unbilled_tokens(usage: Usage) -> UnbilledTokens:
+    return UnbilledTokens(usage.input, usage.output, usage.exact, usage.cache_read)

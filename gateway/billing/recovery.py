@@ -331,6 +331,10 @@ class CrashRecovery:
 
     async def _close_unbilled(self, attempt: UnbilledAttempt, deadline: float) -> None:
         call = self._call_of(attempt.opened)
+        if attempt.counted is not None:
+            entry = call.policy.deployment(attempt.opened.deployment)
+            self._ledger.append(unbilled_row(attempt, call, attempt.counted, entry))
+            return
         usage, deployment, _ = await self._look_up_usage(call, [attempt.opened], deadline)
         config = deployment.config if deployment is not None else self._unknown_instance(call, [attempt.opened])
         if not usage.exact:

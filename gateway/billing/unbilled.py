@@ -3,6 +3,7 @@
 No tenant pays for such an attempt, but its vendor may bill it. So the ledger gets an `unbilled` row with the tokens and
 their cost by the list price, without the tenant's own terms. The tokens are:
 
+  its answer had counts, as a prefill's has  exact: these counts
   the deployment has a usage record of it    exact: the counts in the record
   it keeps records, but has none of it       0: the request never arrived, or the engine lost its work with the record
   an error status, or nothing was sent       0: no vendor bills these
@@ -27,8 +28,8 @@ from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339, rfc3339_to_ns
 from gateway.policy import Deployment, Price
 from gateway.providers.base import Fault
-from gateway.routing.attempt_log import NOT_SENT
-from gateway.types import Call, Receipt, Usage
+from gateway.routing.attempt_log import NOT_SENT, PREFILLED
+from gateway.types import Call, Receipt, UnbilledTokens, Usage
 
 _NOTHING_SENT = frozenset({NOT_SENT, Fault.CONNECT.value, Fault.POOL.value})
 
@@ -44,6 +45,7 @@ class UnbilledAttempt(msgspec.Struct, frozen=True):
     status: int | None = None
     received_tokens: int = 0  # of its answer
     answer_tokens: int = 0  # of the answer that the call got from another attempt
+    counted: Usage | None = None  # by the deployment, in its answer
 
     @property
     def has_ended(self) -> bool:
@@ -74,8 +76,15 @@ def unbilled_attempts(receipt: Receipt, still_open: Sequence[OpenCall]) -> list[
             continue
         row = rows[earlier]
         received = row.unbilled.output if row.unbilled is not None else 0
-        found.append(UnbilledAttempt(opened, row.outcome, row.status, received, receipt.output))
+        counted = _counted_by(row.unbilled) if row.outcome == PREFILLED and row.unbilled is not None else None
+        found.append(UnbilledAttempt(opened, row.outcome, row.status, received, receipt.output, counted))
     return found
+
+
+def _counted_by(tokens: UnbilledTokens) -> Usage | None:
+    """The counts of a receipt's attempt; None if they are an estimate."""
+    uncached = tokens.input - tokens.cache_read
+    return Usage(uncached, tokens.cache_read, output=tokens.output, exact=True) if tokens.exact else None
 
 
 def unbilled_row(attempt: UnbilledAttempt, call: Call, usage: Usage, deployment: Deployment | None) -> UnbilledWork:

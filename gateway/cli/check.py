@@ -104,6 +104,7 @@ def _outline(policy: Policy) -> dict[str, object]:
     return {
         "hash": policy.hash,
         "deployments": [d.name for d in policy.deployments],
+        "roles": {d.name: d.role for d in policy.deployments if d.role is not None},
         "models": [{"name": m.name, "aliases": m.aliases} for m in policy.models],
         "classes": list(policy.classes),
         "rules": len(policy.rules),
@@ -117,7 +118,14 @@ def _print_summary(path: Path, policy: Policy) -> None:
     print_table(
         ("DEPLOYMENT", "PROVIDER", "URL", "MODEL", "CONCURRENCY", "PRICE PER MILLION"),
         [
-            (d.name, d.provider, d.base_url, d.model, str(d.max_concurrency), _price(d, policy))
+            (
+                d.name,
+                d.provider if d.role is None else f"{d.provider}, {d.role}",
+                d.base_url,
+                d.model,
+                str(d.max_concurrency),
+                _price(d, policy),
+            )
             for d in policy.deployments
         ],
     )

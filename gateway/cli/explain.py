@@ -131,6 +131,8 @@ def _print_explanation(explanation: dict[str, Any]) -> None:
     )
     print_line()
     print_line(explanation["why"])
+    if (prefill := explanation["prefill"]) is not None:
+        print_line(f"{prefill['deployment']} computes the prompt before, since it has the role prefill")
 
 
 def _print_changes(diff: list[str], prints: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def _cells(row: RouteRow) -> tuple[str, ...]:
         row.time[11:19],
         row.call_id,
         row.model,
-        row.deployment,
+        row.deployment if row.prefill is None else f"{row.deployment} after {row.prefill}",
         _seconds(None if chosen is None else chosen.cost_seconds),
         _seconds(next_best),
         str(row.reported_prompt_tokens or row.prompt_tokens),
@@ -92,6 +92,8 @@ def _print_call(row: RouteRow) -> None:
             for one in row.candidates
         ],
     )
+    if row.prefill is not None:
+        print_line(f"{row.prefill} computed the prompt")
 
 
 def _print_errors(rows: list[RouteRow]) -> None:

@@ -21,6 +21,7 @@ from gateway.deployments.sent_call import SentCall
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Model, Policy
+from gateway.policy.roles import PREFILL
 from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.learned_capacity import CapacityGroup
@@ -187,15 +188,22 @@ class Fleet:
         return self._by_entry.get(entry, ())
 
     def deployments_of(self, model: Model) -> Sequence[DeploymentState]:
-        """The deployments of a model.
+        """The deployments of a model that answer calls: all but those with the role prefill.
 
         Empty if a reload removed those that an older call names, or if discovery has found none.
         """
         deployments = self._by_names.get(model.deployments)
         if deployments is None:
-            deployments = [state for name in model.deployments for state in self._by_entry.get(name, ())]
+            deployments = [state for state in self._members_of(model) if state.role != PREFILL]
             self._by_names[model.deployments] = deployments
         return deployments
+
+    def prefill_deployments_of(self, model: Model) -> Sequence[DeploymentState]:
+        """The deployments of a model with the role prefill, which compute prompts for those with the role decode."""
+        return [state for state in self._members_of(model) if state.role == PREFILL]
+
+    def _members_of(self, model: Model) -> Iterator[DeploymentState]:
+        return (state for name in model.deployments for state in self._by_entry.get(name, ()))
 
     def take(
         self, deployments: Sequence[DeploymentState], now: float, *, background: bool = False

@@ -87,6 +87,7 @@ class DeploymentState:
         self.provider = provider
         self.slots = deployment.max_concurrency
         self.kv_transfer_rate = deployment.kv_transfer_tokens_per_second
+        self.role = deployment.role
         self.has_plan_limits = deployment.plan.requests is not None or deployment.plan.tokens is not None
         if self.ejections.reason:  # perhaps for what has been changed
             self.ejections.end()

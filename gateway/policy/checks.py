@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.hierarchy import check_hierarchy
 from gateway.policy.prices import Price
+from gateway.policy.roles import check_roles
 from gateway.policy.tenants import Limits
 from gateway.policy.wildcards import STAR, star_part
 
@@ -20,7 +21,7 @@ def find_contradictions(policy: Policy) -> list[Finding]:
     return [
         *_duplicate_names(policy), *_unknown_names(policy), *_wildcard_findings(policy), *_mixed_currencies(policy),
         *_excessive_shares(policy), *check_hierarchy(policy.tenants), *_names_of_discovered_servers(policy),
-        *_media_without_hosts(policy),
+        *_media_without_hosts(policy), *check_roles(policy),
     ]  # fmt: skip
 
 

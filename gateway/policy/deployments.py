@@ -13,6 +13,7 @@ from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret, Share, Weight, parts_of
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
+from gateway.policy.roles import PREFILL
 from gateway.policy.sources import PLACEHOLDER, Source, example_of, placeholder_problems
 from gateway.policy.tenants import RateField
 from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery, HeaderName
@@ -28,6 +29,7 @@ NATIVE_APIS = {"anthropic": frozenset({MESSAGES})}  # that passed requests reach
 NATIVE_PROVIDERS = {MESSAGES: ("anthropic", "openai"), RESPONSES: ("openai", "vllm")}
 
 TEMPLATE_FIELDS = ("base_url", "model", "region", "kv_events", "kv_events_replay", "metrics")  # may have placeholders
+ROLE_PROVIDERS = ("vllm", "warmpath")  # whose engines hand prompts over by `kv_transfer_params`
 TEMPLATE_DEFAULTS = {"base_url": "http://{address}/v1", "model": "{model}"}
 
 
@@ -226,6 +228,12 @@ class Deployment(Frozen):
         "with `--kv-transfer` and `--kv-transfer-peers`. It then loads the beginning of a prompt from another such "
         "deployment of the model that has it cached, if that is predicted to take less time than to compute it.",
     )
+    role: Literal["prefill", "decode"] | None = Field(
+        None,
+        description="vllm, warmpath: which phase of calls it computes. prefill: only prompts, whose keys and values "
+        "the decode deployments of the model load from it. decode: answers, and the prompts that "
+        "`routing.remote_prefill_above` leaves to it. Default: both.",
+    )
     metrics: bool | Annotated[str, Field(pattern=r"^https?://")] = Field(
         False,
         description="Whether to read its load from /metrics, beside /v1; or the URL to read it from. The metric "
@@ -312,6 +320,17 @@ class Deployment(Frozen):
             raise ValueError(f"{field}: the provider {self.provider} has no such transfers; only warmpath has")
         if not self.base_url.startswith("http://"):
             raise ValueError(f"{field}: base_url must begin with http://, since engines transfer blocks without TLS")
+        return self
+
+    @model_validator(mode="after")
+    def _role_fits(self) -> Deployment:
+        if self.role is None:
+            return self
+        if self.provider not in ROLE_PROVIDERS:
+            known = " and ".join(ROLE_PROVIDERS)
+            raise ValueError(f"role: the provider {self.provider} cannot hand prompts over; only {known} can")
+        if self.role == PREFILL and self.provider == "warmpath" and not self.base_url.startswith("http://"):
+            raise ValueError("role: base_url must begin with http://, since engines transfer blocks without TLS")
         return self
 
     @model_validator(mode="after")

@@ -217,6 +217,11 @@ class Routing(Frozen):
         description="prefix_affinity: the deployment with the prompt's prefix in its cache, unless the wait there "
         "costs more than computing the prompt again. least_busy and round_robin ignore prompts.",
     )
+    remote_prefill_above: Seconds = Field(
+        0.2,
+        description="For deployments with a `role`: a prompt is computed by a prefill deployment if its uncached part "
+        "is predicted to take the decode deployment longer than this. Shorter parts are computed where the answer is.",
+    )
     log: bool = Field(
         False, description="Log each decision, with what was predicted and what came of it, for `warmpath route-log`."
     )

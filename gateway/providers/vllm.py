@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar
-from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.core.kv_transfer import FIELD, PREFILL, prefill_fields
 from gateway.core.native_requests import NativeRequest
 from gateway.core.worker_thread import in_thread
 from gateway.policy import Deployment, Secret
@@ -51,14 +51,6 @@ def _encoded(text: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(text))
 
 
-@lru_cache(maxsize=1_000)
-def _transfer_params(base_url: str) -> msgspec.Raw:
-    """vLLM's form of a request to load the prompt's keys and values from another engine."""
-    url = urlsplit(base_url)
-    params = {"do_remote_prefill": True, "remote_host": url.hostname, "remote_port": url.port or 80}
-    return msgspec.Raw(_encode(params))
-
-
 class VLLM(OpenAI):
     """Provider for vLLM: OpenAI's API with `cache_salt` and `priority`.
 
@@ -69,7 +61,7 @@ class VLLM(OpenAI):
 
     # Removed from clients' requests, because they bypass the gateway: `cache_salt` reads other tenants' caches,
     # `priority` overtakes their requests, and `kv_transfer_params` names hosts to fetch KV blocks from.
-    reserved_fields: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", "kv_transfer_params")
+    reserved_fields: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", FIELD)
     continues_final_message = True
 
     def __init__(
@@ -118,7 +110,10 @@ class VLLM(OpenAI):
         return None if metrics is None else read_counters(metrics, self._served.encode())
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """Return the request fields without the reserved ones, and with the gateway's cache salt and priority."""
+        """Return the request fields without the reserved ones, and with the gateway's cache salt and priority.
+
+        If the router hands prompts over from one deployment to another, its `kv_transfer_params` are among them.
+        """
         fields = super().body_fields(call)
         for name in self.reserved_fields:
             fields.pop(name, None)
@@ -128,6 +123,10 @@ class VLLM(OpenAI):
             fields["cache_salt"] = _encoded(call.cache_salt)
         if self._sends_priority:
             fields["priority"] = self._priority(call)
+        if call.kv_transfer is PREFILL:
+            return prefill_fields(fields)
+        if call.kv_transfer is not None:
+            fields[FIELD] = call.kv_transfer
         return fields
 
     def native_fields(self, call: Call, native: NativeRequest) -> dict[str, msgspec.Raw]:
@@ -213,8 +212,6 @@ class Warmpath(VLLM):
             if call.cache_salt:
                 fields["cache_salt"] = _encoded(call.cache_salt)
             fields["priority"] = self._priority(call)
-        if call.block_source is not None:
-            fields["kv_transfer_params"] = _transfer_params(call.block_source)
         if "verbosity" in call.hints:
             fields.pop("verbosity", None)
         if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:

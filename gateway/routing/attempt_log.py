@@ -22,6 +22,7 @@ HEDGE_LOST = "hedge_lost"
 GIVEN_UP = "given_up"  # a bug in the gateway ended the attempt
 TOO_SLOW = "too_slow"  # the stream began more slowly than the class's floor
 OUT_OF_TIME = "out_of_time"  # the client's or the call's own time was over first
+PREFILLED = "prefilled"  # a prefill deployment has computed the prompt; another one answers
 NOT_SENT = "not_sent"  # cancelled, or out of time, before a byte of the request was sent
 
 
@@ -67,6 +68,7 @@ class AttemptLog:
         self.rejected_at: set[str] = set()  # deployments that must not be tried again for this call
         self.convicted_at: set[str] = set()  # deployments that answer other requests and failed at this one
         self.crashes = 0  # of deployments during attempts of this call
+        self.prefills = 0  # attempts at prefill deployments, which cannot answer
         self.new_span_id = new_span_id
         self.now_ns = now_ns  # the clock of the call's phase timings
         self.headers = headers
@@ -103,6 +105,20 @@ class AttemptLog:
         self.last_error_text = f"{deployment.name} reported: {message}" if message else ""
         if failure.fault is not Fault.CUT:
             self.last_deployment = None
+
+    @property
+    def tries(self) -> int:
+        """How many attempts could have answered the call."""
+        return len(self.done) - self.prefills
+
+    def mark_prefill(self, computed: Usage | None) -> None:
+        """Mark the last attempt as one at a prefill deployment. `computed` is None if that did not compute the prompt.
+
+        Its usage is not billed: the deployment that answers counts the prompt, too.
+        """
+        self.prefills += 1
+        if computed is not None:
+            self.done[-1] = msgspec.structs.replace(self.done[-1], outcome=PREFILLED, unbilled=computed)
 
     def has_outcome(self, outcome: str) -> bool:
         """Whether an attempt ended with this outcome."""

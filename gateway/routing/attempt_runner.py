@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.core.errors import UpstreamRefused
 from gateway.core.first_step import begun
+from gateway.core.kv_transfer import PREFILL, load_from
 from gateway.core.timers import WaitBound, time_bound
 from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
@@ -170,7 +171,8 @@ class _Attempt:
         if source is not None:
             if source.prediction is not None:
                 sent.expect_loaded(source.deployment, source.prediction.matched)
-            request = msgspec.structs.replace(request, block_source=source.deployment.config.base_url)
+            params = self._candidate.kv_transfer or load_from(source.deployment.config.base_url)
+            request = msgspec.structs.replace(request, kv_transfer=params)
         if sent.cache_slot is not None:
             request = msgspec.structs.replace(request, cache_slot=sent.cache_slot)
         if request.large:
@@ -181,7 +183,8 @@ class _Attempt:
     def _note_sent(self) -> SentCall:
         """Record the call in the estimates of the deployment."""
         call, prediction = self._call, self._candidate.prediction
-        self.sent = self._deployment.send(call, self._started, streams=call.stream, prediction=prediction)
+        streams = call.stream or call.kv_transfer is PREFILL  # whose answer comes when the prompt is computed
+        self.sent = self._deployment.send(call, self._started, streams=streams, prediction=prediction)
         return self.sent
 
     async def _send_large(self, request: Call, headers: Mapping[str, str], wait: WaitBound) -> UpstreamResponse:

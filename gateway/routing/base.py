@@ -29,17 +29,25 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     ttft_seconds: float = 0.0  # predicted time to the first chunk; 0 if the strategy does not predict it
     prediction: CachePrediction | None = None  # of the deployment's cache; None if the strategy does not predict it
     block_source: Candidate | None = None  # from which it loads the beginning of the prompt (`block_source.py`)
+    kv_transfer: msgspec.Raw | None = None  # if that is a prefill deployment: what it answered (`remote_prefill.py`)
 
     @property
     def reason(self) -> str:
         """The candidate in words, for spans, the dashboard and `warmpath explain`."""
         source = self.block_source
-        loaded = "" if source is None else f" ({source.matched_tokens} at {source.deployment.name}, to be loaded)"
+        loaded = "" if source is None else f" ({source.matched_tokens} {self._source_words})"
         return (
             f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens predicted in cache{loaded}, "
             f"{self.queued_tokens:.0f} tokens queued ahead, "
             f"{self.in_flight} of {self.deployment.slots} slots in use"
         )
+
+    @property
+    def _source_words(self) -> str:
+        source = self.block_source
+        assert source is not None
+        where = f"at {source.deployment.name}, to be loaded"
+        return where if self.kv_transfer is None else f"computed {where}"
 
 
 class Strategy(Protocol):

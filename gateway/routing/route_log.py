@@ -49,6 +49,7 @@ class RouteRow(msgspec.Struct, frozen=True, kw_only=True):
     predicted_cached_tokens: int  # in the engine's tokens
     reported_prompt_tokens: int | None
     reported_cached_tokens: int | None
+    prefill: str | None = None  # the prefill deployment that computed the prompt
 
 
 _encode = msgspec.json.encode
@@ -79,8 +80,14 @@ class RouteLog:
             predicted_cached_tokens=sent.predicted_cached_tokens,
             reported_prompt_tokens=None if usage is None else usage[1],
             reported_cached_tokens=None if usage is None else usage[2],
+            prefill=_prefill_of(upstream.chosen),
         )
         self._log.append(_encode(row))
+
+
+def _prefill_of(chosen: Candidate) -> str | None:
+    source = chosen.block_source
+    return None if source is None or chosen.kv_transfer is None else source.deployment.name
 
 
 def _candidate_row(candidate: Candidate) -> CandidateRow:

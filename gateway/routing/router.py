@@ -47,6 +47,7 @@ from gateway.routing.blame import BACKOFF_STATUSES, raise_if_quarantined, review
 from gateway.routing.block_source import with_block_source
 from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
+from gateway.routing.remote_prefill import RemotePrefill
 from gateway.routing.resuming import ResumedStream, can_continue, may_resume
 from gateway.routing.retries import RetryBudget, RetryBudgets, backoff_seconds
 from gateway.routing.route_log import RouteLog
@@ -104,6 +105,7 @@ class Router:
         self._retry_budgets = RetryBudgets()
         self._hedge_budget = HedgeBudget()
         self._runner = AttemptRunner(fleet.quarantine, self._hedge_budget, media)
+        self._remote_prefill = RemotePrefill(fleet, self._runner)
         self.cut_streams = Counter(continued=0, given_up=0)  # attempts to resume a cut stream, by result
 
     @property
@@ -139,6 +141,10 @@ class Router:
             ]
             ordered += _preferred_first(call, strategy.order(call, deployments, now))
         return _capable_first(call, ordered, now)
+
+    def prefill_of(self, call: Call, candidate: Candidate, now: float) -> Candidate | None:
+        """The prefill deployment that would compute the prompt for one of the call's candidates, if any."""
+        return self._remote_prefill.choose(call, candidate, self._chosen[call.operation], now)
 
     def _use(self, policy: Policy) -> None:
         routing = policy.routing
@@ -215,9 +221,9 @@ class Router:
             candidates = _remaining(candidates, attempts)
             now = loop.time()
             retry_in_seconds = _earliest_retry_at(candidates) - now
-            pause_seconds = max(retry_in_seconds, backoff_seconds(rounds) if attempts.done else 0.0)
+            pause_seconds = max(retry_in_seconds, backoff_seconds(rounds) if attempts.tries else 0.0)
             if (
-                len(attempts.done) >= MAX_ATTEMPTS
+                attempts.tries >= MAX_ATTEMPTS
                 or attempts.crashes >= CRASHES_TO_STOP
                 or pause_seconds > PAUSE_MAX_SECONDS
                 or now + pause_seconds >= deadline
@@ -254,14 +260,14 @@ class Router:
         loop, hedge, remaining = attempts.loop, call.latency_class.hedge, iter(candidates)
         for candidate in remaining:
             deployment, now = candidate.deployment, loop.time()
-            if len(attempts.done) >= MAX_ATTEMPTS or attempts.crashes >= CRASHES_TO_STOP or now >= deadline:
+            if attempts.tries >= MAX_ATTEMPTS or attempts.crashes >= CRASHES_TO_STOP or now >= deadline:
                 return None
             if attempts.refusal is not None and len(attempts.convicted_at) >= CONVICTIONS_TO_REFUSE:
                 raise attempts.refusal
             if not deployment.breaker.would_admit(now) or not permit.move_to(deployment):
                 continue
             raise_if_quarantined(self._fleet.quarantine, call, now)
-            if attempts.done and not budget.take(now):
+            if attempts.tries and not budget.take(now):
                 self._retry_budgets.refused += 1
                 raise _no_answer_error(call, attempts, candidates, now)
             hedge_after_seconds = None
@@ -270,16 +276,21 @@ class Router:
             floor = call.latency_class.floor
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.has_outcome(TOO_SLOW)):
                 floor = None  # one chunk is no rate; and if no deployment is faster, a slow answer beats none
+            if deployment.role is None:
+                prepared = with_block_source(call, candidate, candidates, now)
+            else:
+                strategy, prepare = self._chosen[call.operation], self._remote_prefill.prepare
+                prepared = await prepare(call, candidate, candidates, strategy, deadline, attempts)
+                now = loop.time()
             attempt_deadline = deadline
-            if call.stream and len(attempts.done) < MAX_ATTEMPTS - 1 and _others_may_answer(candidates, candidate, now):
+            if call.stream and attempts.tries < MAX_ATTEMPTS - 1 and _others_may_answer(candidates, candidate, now):
                 attempt_deadline = now + TTFT_SHARE * (deadline - now)
-            candidate = with_block_source(call, candidate, candidates, now)
             if hedge_after_seconds is None:
-                upstream = await self._runner.run(call, candidate, attempt_deadline, attempts, floor)
+                upstream = await self._runner.run(call, prepared, attempt_deadline, attempts, floor)
             else:
                 hedged = HedgedAttempt(self._runner, call, attempt_deadline, attempts, floor)
                 upstream = await hedged.run(
-                    candidate, hedge_after_seconds, partial(self._choose_hedge, remaining), permit
+                    prepared, hedge_after_seconds, partial(self._choose_hedge, remaining), permit
                 )
             if upstream is not None:
                 return upstream
@@ -351,7 +362,7 @@ def _no_answer_error(call: Call, attempts: AttemptLog, candidates: list[Candidat
     if attempts.refusal is not None:
         return attempts.refusal
     retry_in_seconds = _earliest_retry_at(candidates) - now
-    if not attempts.done:
+    if not attempts.tries:
         ejected = [each.deployment for each in candidates if each.deployment.ejections.reason]
         reasons = "".join(f"; {deployment.name}: {deployment.ejections.reason}" for deployment in ejected)
         return Overloaded(

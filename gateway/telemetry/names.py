@@ -18,6 +18,7 @@ QUEUE_PHASE: Final = "queue"
 ROUTE_PHASE: Final = "route"
 REPLAY_SPAN: Final = "replay"  # an answer that came from the cache or from another call's upstream
 ATTEMPT_SPAN: Final = "POST"
+PREFILL_SPAN: Final = "prefill"
 FIRST_CHUNK_EVENT: Final = "first_chunk"
 
 GEN_AI_OPERATIONS: Final = {

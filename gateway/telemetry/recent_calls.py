@@ -96,7 +96,7 @@ class RecentCalls:
         """Store a finished request."""
         principal, call, attempts = record.principal, record.call, record.attempts
         class_name = None if call is None else call.class_name
-        troubled = record.outcome is not Outcome.COMPLETE or len(attempts) > 1
+        troubled = record.outcome is not Outcome.COMPLETE or len(attempts) > 1 + _has_prefill(attempts)
         queue = self._queues.get((class_name, troubled))
         if queue is None:
             queue = self._new_queue(class_name, troubled)
@@ -198,6 +198,11 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "reasoning": usage.reasoning,
         "exact": usage.exact,
     }
+
+
+def _has_prefill(attempts: Sequence[Attempt]) -> bool:
+    """Whether a prefill deployment has computed the prompt, which is no failed attempt."""
+    return bool(attempts) and attempts[0].outcome == "prefilled"
 
 
 def _attempt(attempt: Attempt, started_ns: int) -> dict[str, Any]:

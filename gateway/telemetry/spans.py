@@ -23,6 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from opentelemetry.sdk.resources import Resource
 
 from gateway.policy import Policy
+from gateway.policy.roles import PREFILL
 from gateway.telemetry import names, otlp
 from gateway.telemetry.otlp import Attributes
 from gateway.telemetry.propagation import new_span_id, new_span_ids
@@ -30,9 +31,10 @@ from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Outcome, Usage
 
 ATTEMPT_OK = "ok"
+PREFILLED = "prefilled"
 
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
-_NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
+_NOT_FAILED = frozenset({ATTEMPT_OK, PREFILLED, Outcome.CLIENT_GONE.value})
 # The encoding of these attributes is not cached: their values differ in nearly every request, or clients choose them.
 _UNCACHED = frozenset({
     names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
@@ -101,6 +103,8 @@ class SpanBuilder:
                 own = _cached_attribute(int, names.WARMPATH_PREDICTED_CACHED_TOKENS, attempt.predicted_cached_tokens)
                 if attempt.blocks_from is not None:
                     own += _cached_attribute(str, names.WARMPATH_BLOCKS_FROM, attempt.blocks_from)
+                if attempt.outcome == PREFILLED and attempt.unbilled is not None:
+                    own += _encoded(_usage_attributes(attempt.unbilled))
                 ended_ns = max(started_ns, attempt.ended_ns)
                 spans.append(span(attempt.span_id.to_bytes(8), chat_id, started_ns, ended_ns, constant, own))
         for phase, constant, span_id in zip(phases, shape.phases, new_span_ids(len(phases)), strict=True):
@@ -155,15 +159,7 @@ def _encode_shape(record: CallRecord, phases: Sequence[Phase]) -> _Shape:
             attributes[names.ERROR_TYPE] = _error_type(record)
         name = f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}"
         chat = _constant(name, attributes, kind=Span.SPAN_KIND_CLIENT, failed=failed)
-        attempts = [
-            _constant(
-                names.ATTEMPT_SPAN,
-                _attempt_attributes(attempt, call, resend_count),
-                kind=Span.SPAN_KIND_CLIENT,
-                failed=attempt.outcome not in _NOT_FAILED,
-            )
-            for resend_count, attempt in enumerate(record.attempts)
-        ]
+        attempts = _encode_attempts(record.attempts, call)
     rejecting = _rejecting_phase(record, phases)
     encoded: list[bytes] = []
     for phase in phases:
@@ -172,6 +168,19 @@ def _encode_shape(record: CallRecord, phases: Sequence[Phase]) -> _Shape:
             attributes = {**attributes, names.ERROR_TYPE: _error_type(record)}
         encoded.append(b"" if phase.name == names.CHAT_PHASE else _constant(phase.name, attributes))
     return _Shape(server, chat, chat_at, tuple(attempts), tuple(encoded))
+
+
+def _encode_attempts(attempts: Sequence[Attempt], call: Call) -> list[bytes]:
+    """The parts of the attempts' spans that all requests of a shape have in common."""
+    encoded, resend_count = list[bytes](), 0
+    for attempt in attempts:
+        deployment = call.policy.deployment(attempt.deployment)
+        is_prefill = deployment is not None and deployment.role == PREFILL
+        attributes = _attempt_attributes(attempt, call, 0 if is_prefill else resend_count)
+        name, failed = names.PREFILL_SPAN if is_prefill else names.ATTEMPT_SPAN, attempt.outcome not in _NOT_FAILED
+        encoded.append(_constant(name, attributes, kind=Span.SPAN_KIND_CLIENT, failed=failed))
+        resend_count += not is_prefill
+    return encoded
 
 
 def _constant(
@@ -347,7 +356,7 @@ def _attempt_attributes(attempt: Attempt, call: Call, resend_count: int) -> Attr
         attributes[names.HTTP_REQUEST_RESEND_COUNT] = resend_count
     if attempt.status is not None:
         attributes[names.HTTP_RESPONSE_STATUS_CODE] = attempt.status
-    if attempt.outcome != ATTEMPT_OK:
+    if attempt.outcome not in (ATTEMPT_OK, PREFILLED):
         attributes[names.ERROR_TYPE] = attempt.outcome
     if deployment := call.policy.deployment(attempt.deployment):
         attributes |= _url_attributes(deployment.base_url, call.operation.value)

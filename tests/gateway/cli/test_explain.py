@@ -89,6 +89,24 @@ def test_deployments_that_cannot_serve_a_call_are_no_candidates(warmpath: Warmpa
     assert "rejected with status 400 invalid_request_error: seed: " in refused.stderr
 
 
+def test_the_prefill_deployment_of_a_long_prompt(warmpath: Warmpath, tmp_path: Path) -> None:
+    file, common = tmp_path / "roles.yaml", {"provider": "vllm", "model": "served"}
+    servers = [
+        {"name": name, "base_url": f"http://{name}.invalid/v1", "role": name, **common}
+        for name in ("prefill", "decode")
+    ]
+    models = [{"name": "m", "deployments": ["prefill", "decode"]}]
+    file.write_text(yaml.safe_dump({"deployments": servers, "models": models, "tenants": [{"name": "t"}]}))
+    for words, expected in ((10, None), (4000, "prefill")):
+        body = request(tmp_path, messages=[{"role": "user", "content": "word " * words}])
+        explained = json.loads(warmpath("explain", str(file), "--request", str(body), "--json").stdout)
+        assert [each["deployment"] for each in explained["candidates"]] == ["decode"]
+        assert (explained["prefill"] and explained["prefill"]["deployment"]) == expected
+    assert "prefill computes the prompt before" in warmpath("explain", str(file), "--request", str(body)).stdout
+    checked = warmpath("check", str(file), "--json")
+    assert json.loads(checked.stdout)["roles"] == {"prefill": "prefill", "decode": "decode"}
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [

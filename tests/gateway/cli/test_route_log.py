@@ -18,14 +18,14 @@ def candidate(name: str, cost: float) -> CandidateRow:
     )
 
 
-def write_rows(folder: Path, number: int = 3) -> None:
+def write_rows(folder: Path, number: int = 3, prefill: str | None = None) -> None:
     log = BoundedLog(folder / "data" / "routes", "r", what="the route log", max_file_bytes=2**20)
     for minute in range(number):
         row = RouteRow(
             time=f"2026-11-23T10:{minute:02}:00.000Z", call_id=f"call-{minute}", tenant="t", model="m",
             latency_class="realtime", prompt_tokens=1000, candidates=(candidate("a", 0.25), candidate("b", 0.75)),
             candidates_in_all=2, deployment="a", ttft_seconds=1.0, predicted_cached_tokens=640,
-            reported_prompt_tokens=1010, reported_cached_tokens=600,
+            reported_prompt_tokens=1010, reported_cached_tokens=600, prefill=prefill,
         )  # fmt: skip
         log.append(msgspec.json.encode(row))
     log.append(b'{"cut')
@@ -47,6 +47,12 @@ def test_one_call_is_shown_with_all_its_candidates(warmpath: Warmpath, tmp_path:
     shown = warmpath("route-log", "--data", "data", "--call", "call-1").stdout
     assert "call-1: 1000 prompt tokens, 2 candidates" in shown
     assert "0.750 s" in shown and "answered" in shown
+
+
+def test_the_prefill_deployment_is_shown(warmpath: Warmpath, tmp_path: Path) -> None:
+    write_rows(tmp_path, prefill="p-1")
+    assert "a after p-1" in warmpath("route-log", "--data", "data").stdout
+    assert "p-1 computed the prompt" in warmpath("route-log", "--data", "data", "--call", "call-1").stdout
 
 
 def test_json(warmpath: Warmpath, tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ cache: everything
         "p.yaml:3:5: deployments.0.base_ur: unknown key 'base_ur'; known: added_prompt_tokens, api_key, base_url, "
         "cache_tokens, continuous_usage, default_max_tokens, defaults, headers, key_header, kv_events, "
         "kv_events_replay, kv_transfer_tokens_per_second, leave_out, max_concurrency, media, media_urls, metrics, "
-        "model, name, native, on_disconnect, "
-        "overrides, plan, prefill_tokens_per_second, price, priorities, provider, proxy, query, region, slots, source, "
-        "strict_done, system_prompt, tls; did you mean 'base_url'?",
+        "model, name, native, on_disconnect, overrides, plan, prefill_tokens_per_second, price, priorities, "
+        "provider, proxy, query, region, role, slots, source, strict_done, system_prompt, tls; did you mean "
+        "'base_url'?",
         "p.yaml:4:5: deployments.0.model: must be text: put quotes around it",
         "p.yaml:5:5: deployments.0.max_concurrency: a count is a whole number with an optional k, M or G, "
         "as in 600, 64k or 1M",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.core.kv_transfer import PREFILL, load_from
 from gateway.core.passed_requests import PassedRequest
 from gateway.policy import Deployment
 from gateway.prompts.reader import ADVISORY_FIELDS
@@ -35,18 +36,37 @@ def test_the_cache_salt_and_priority_are_the_gateway_s(operation: Operation) -> 
     assert rendered("warmpath", operation=operation) == {**vllm, "priority": 10}
 
 
-def test_the_bundled_engine_is_told_from_where_to_load_blocks() -> None:
-    def params(provider: str, source: str | None) -> Any:
+@pytest.mark.parametrize("provider", ["warmpath", "vllm"])
+def test_an_engine_is_told_from_where_to_load_blocks(provider: str) -> None:
+    def params(source: str | None) -> Any:
         deployment = Deployment(name="d", provider=provider, base_url="http://x/v1", model="m")
-        request = msgspec.structs.replace(call(FORGED), block_source=source)
+        transfer = None if source is None else load_from(source)
+        request = msgspec.structs.replace(call(FORGED), kv_transfer=transfer)
         body = make_provider(deployment, HTTPTransport(), resolve_nothing).render(request)
         return msgspec.json.decode(body).get("kv_transfer_params")
 
     expected = {"do_remote_prefill": True, "remote_host": "fd00::1", "remote_port": 8001}
-    assert params("warmpath", "http://[fd00::1]:8001/v1") == expected
-    assert params("warmpath", "http://engine-b/v1") == expected | {"remote_host": "engine-b", "remote_port": 80}
-    assert params("warmpath", None) is None
-    assert params("vllm", "http://engine-b/v1") is None
+    assert params("http://[fd00::1]:8001/v1") == expected
+    assert params("http://engine-b/v1") == expected | {"remote_host": "engine-b", "remote_port": 80}
+    assert params(None) is None
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_a_prefill_asks_for_one_token_of_the_same_prompt(limit: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": "hi"}], "tools": [], "add_generation_prompt": True}
+    shape = {"stream": True, "n": 3, "min_tokens": 5, "logprobs": True, "top_logprobs": 2, limit: 99}
+    deployment = {"name": "d", "provider": "vllm", "base_url": "http://x/v1", "model": "m"}
+    overrides = {"max_tokens": 500} if limit == "max_tokens" else {}  # of the policy, for answers
+    configured = Deployment.model_validate({**deployment, "overrides": overrides})
+    made = make_provider(configured, HTTPTransport(), resolve_nothing)
+    request = msgspec.structs.replace(call(msgspec.json.encode({**prompt, **shape})), kv_transfer=PREFILL)
+    assert msgspec.json.decode(made.render(request)) == {
+        **prompt, "model": "m", "cache_salt": "salt-of-the-tenant", limit: 1,
+        "kv_transfer_params": {
+            "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+            "remote_host": None, "remote_port": None,
+        },
+    }  # fmt: skip
 
 
 def test_priorities_are_sent_on_the_scale_of_each_server() -> None:

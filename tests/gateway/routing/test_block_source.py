@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.core.kv_transfer import load_from
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Policy
@@ -155,8 +156,8 @@ async def test_the_request_names_the_source_and_the_log_keeps_it() -> None:
     await rig.chunks(messages=LONG["messages"])
     second = rig.attempts.done[-1]
     assert second.deployment != first.deployment == second.blocks_from
-    calls = [call.block_source for name in (first.deployment, second.deployment) for call in scripts[name].calls]
-    assert calls == [None, f"http://{first.deployment}.invalid:8000/v1"]
+    calls = [call.kv_transfer for name in (first.deployment, second.deployment) for call in scripts[name].calls]
+    assert calls == [None, load_from(f"http://{first.deployment}.invalid:8000/v1")]
     assert second.predicted_cached_tokens > 0
     holder.slots_taken = 0
     assert rig.idle()

@@ -8,12 +8,12 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from gateway.core import supervision
-from gateway.policy import Tenant
+from gateway.policy import Policy, Tenant
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.telemetry import export as export_module
 from gateway.telemetry.record import phases
 from gateway.telemetry.spans import SpanBuilder
-from gateway.types import Attempt, Operation, Outcome, Principal, Trace
+from gateway.types import Attempt, Operation, Outcome, Principal, Trace, Usage
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, timings
 from tests.otlp_collector import Collector, attributes
 
@@ -54,6 +54,28 @@ async def test_the_span_tree_with_ids_and_times(collector: Collector, record: Ca
     assert (answered.start_time_unix_nano, answered.end_time_unix_nano) == (at(2000), at(50_000))
     assert (chat.start_time_unix_nano, chat.end_time_unix_nano) == (at(1200), at(50_000))
     assert [(event.name, event.time_unix_nano) for event in chat.events] == [("first_chunk", at(9010))]
+
+
+async def test_a_prefill_is_a_span_with_its_deployment_and_tokens(collector: Collector, record: CallRecord) -> None:
+    assert record.call is not None
+    policy, roles = record.call.policy, {"a": "prefill", "b": "decode"}
+    deployments = tuple(one.model_copy(update={"role": roles[one.name]}) for one in policy.deployments)
+    policy = Policy.model_validate(policy.model_copy(update={"deployments": deployments}).model_dump(by_alias=True))
+    usage = Usage(input_uncached=100, cache_read=20, output=1, exact=True)
+    attempts = (
+        Attempt("a", "prefilled", at(1200), at(1900), 0xA1, status=200, unbilled=usage),
+        Attempt("b", "ok", at(2000), at(50_000), 0xB1, status=200, blocks_from="a"),
+    )
+    changed = msgspec.structs.replace(
+        record, call=msgspec.structs.replace(record.call, policy=policy), attempts=attempts
+    )
+    await export(collector, changed)
+    prefill, answer = collector.named("prefill"), collector.named("POST")
+    assert prefill.parent_span_id == answer.parent_span_id == collector.named("chat gpt-4o").span_id
+    noted = attributes(prefill)
+    assert (noted["warmpath.deployment"], noted["gen_ai.usage.input_tokens"]) == ("a", 120)
+    assert "error.type" not in noted and prefill.status.code == Status.STATUS_CODE_UNSET
+    assert "http.request.resend_count" not in attributes(answer), "it is no retry"
 
 
 def test_requests_that_differ_in_anything_share_no_part_of_their_spans(record: CallRecord) -> None:

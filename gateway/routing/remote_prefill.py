@@ -1,0 +1,164 @@
+"""Lets a prefill deployment compute a call's prompt before a decode deployment answers the call.
+
+The policy gives the deployments of a model a `role`. A call goes to a decode deployment, which the strategy chooses as
+if it computed the prompt itself, so conversations stay where their prefix is. If the uncached part of the prompt is
+predicted to take that deployment longer than `routing.remote_prefill_above`, a prefill deployment gets the prompt first
+(`gateway/core/kv_transfer.py` has the contract). The decode deployment then loads the keys and values from it.
+
+So long prompts do not delay the answers that are in progress at the decode deployment. If no prefill deployment has a
+free slot, or if it fails, is late or does not say how to load the prompt, the decode deployment computes the prompt: a
+prefill deployment can cost a call time, but no answer. It gets at most `TTFT_SHARE` of the time to the first chunk, and
+there is one prefill for each call. Its attempt is opened in the ledger as any other. Its tokens are never billed, since
+the deployment that answers counts the prompt, too; a client that disconnects during the prefill is billed for that.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.core.errors import UpstreamRefused
+from gateway.core.kv_transfer import PREFILL, read_answer
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
+from gateway.policy.roles import DECODE
+from gateway.providers.usage import normalize_usage
+from gateway.providers.usage.base import RawUsage
+from gateway.routing.attempt_log import AttemptLog
+from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
+from gateway.routing.base import Candidate, Strategy
+from gateway.routing.block_source import with_block_source
+from gateway.routing.upstream import Upstream
+from gateway.types import Call, Usage
+
+# With these, the decode deployment needs the output of the model for each token of the prompt, so it computes them all.
+_WHOLE_PROMPT_FIELDS = frozenset({"prompt_logprobs", "echo"})
+
+_usage = msgspec.json.Decoder(RawUsage | None)
+
+
+class RemotePrefill:
+    """Plans and runs prefills at prefill deployments. Shared by all calls; owned by the event loop."""
+
+    def __init__(self, fleet: Fleet, runner: AttemptRunner) -> None:
+        self._fleet = fleet
+        self._runner = runner
+
+    async def prepare(
+        self,
+        call: Call,
+        candidate: Candidate,
+        candidates: list[Candidate],
+        strategy: Strategy,
+        deadline: float,
+        attempts: AttemptLog,
+    ) -> Candidate:
+        """The candidate with the deployment from which it should load the prompt, which then has computed it.
+
+        Unchanged if the candidate should compute the prompt itself. Raises `LedgerUnavailable`.
+        """
+        now = attempts.loop.time()
+        ranked = self._rank(call, candidate.deployment, strategy, now)
+        candidate = with_block_source(call, candidate, [*candidates, *ranked], now)
+        chosen = None if attempts.prefills else _choose(call, candidate, ranked, now)
+        if chosen is None:
+            return candidate
+        last_deployment = attempts.last_deployment
+        params = await self._run(call, chosen, deadline, attempts)
+        attempts.last_deployment = last_deployment  # the prefill is not billed, unless it is cancelled
+        if params is None:
+            return candidate
+        prediction = chosen.deployment.predict_cache(call.fingerprint, attempts.loop.time())
+        source = msgspec.structs.replace(chosen, matched_tokens=chosen.prompt_tokens, prediction=prediction)
+        return msgspec.structs.replace(candidate, block_source=source, kv_transfer=params)
+
+    def choose(self, call: Call, candidate: Candidate, strategy: Strategy, now: float) -> Candidate | None:
+        """The prefill deployment that would compute the prompt, for explanations. Changes no state."""
+        return _choose(call, candidate, self._rank(call, candidate.deployment, strategy, now), now)
+
+    def _rank(self, call: Call, deployment: DeploymentState, strategy: Strategy, now: float) -> list[Candidate]:
+        """The prefill deployments from which this deployment can load prompts, best first."""
+        if deployment.role != DECODE or not call.has_prefix:
+            return []
+        models = (call.model, *(call.policy.models_by_name[name] for name in call.model.all_fallbacks))
+        model = next((one for one in models if deployment in self._fleet.deployments_of(one)), None)
+        served = deployment.config.model_for(call.wildcard)
+        able = [
+            one
+            for one in (() if model is None else self._fleet.prefill_deployments_of(model))
+            if one.config.model_for(call.wildcard) == served and one.provider.unsupported_error(call) is None
+        ]
+        return strategy.order(call, able, now)
+
+    async def _run(self, call: Call, chosen: Candidate, deadline: float, attempts: AttemptLog) -> msgspec.Raw | None:
+        """Let a prefill deployment compute the prompt. Returns what the decode deployment needs to load it."""
+        deployment, loop, done = chosen.deployment, attempts.loop, len(attempts.done)
+        now = loop.time()
+        permit = self._fleet.take([deployment], now)
+        if permit is None:
+            return None
+        seconds = TTFT_SHARE * (min(deadline, now + call.latency_class.ttft) - now)
+        computed: Usage | None = None
+        try:
+            with permit:
+                upstream = await self._runner.run(
+                    _prefill_call(call, now + seconds), chosen, now + seconds, attempts, None
+                )
+                if upstream is None:
+                    return None
+                params, usage = read_answer(upstream.first_chunk_bytes)
+                computed = _read_usage(usage) or Usage(input_uncached=call.input_tokens_estimate)
+                await _finish(call, upstream, computed)
+        except UpstreamRefused:  # perhaps of what only this engine lacks: the decode deployment decides
+            return None
+        finally:  # on every way out, cancellation included
+            if len(attempts.done) > done:
+                attempts.mark_prefill(computed)
+        if params is None:
+            reason = "its answer has no kv_transfer_params; does it run with a KV connector?"
+            deployment.failures.failed("no_kv_transfer", reason, call.id, loop.time())
+        return params
+
+
+def _choose(call: Call, candidate: Candidate, ranked: list[Candidate], now: float) -> Candidate | None:
+    """The prefill deployment that should compute the prompt. None if the candidate should, or none has a free slot."""
+    if not ranked or call.media is not None or not call.fields.keys().isdisjoint(_WHOLE_PROMPT_FIELDS):
+        return None
+    deployment, source = candidate.deployment, candidate.block_source
+    if call.native is not None and call.native.api in deployment.config.native_apis:
+        return None  # it is sent in the client's API, whose prompt may differ
+    held_tokens = candidate.matched_tokens if source is None else source.matched_tokens
+    estimate = deployment.estimate
+    work = estimate.speed.work(held_tokens, call.prompt_tokens_estimate)
+    if work / estimate.prefill_tokens_per_second <= call.policy.routing.remote_prefill_above:
+        return None
+    free = (one for one in ranked if one.deployment.breaker.would_admit(now) and one.deployment.has_slot)
+    # One that has failed a moment ago is not tried again by each call: the decode deployment is the alternative.
+    return next((one for one in free if not one.deployment.is_deprioritised(now)), None)
+
+
+def _prefill_call(call: Call, deadline: float) -> Call:
+    """The request to a prefill deployment. A deployment that does not answer it by the deadline is at fault."""
+    limits = call.latency_class.model_copy(update={"total": TTFT_SHARE * call.latency_class.ttft, "hedge": None})
+    return msgspec.structs.replace(
+        call, kv_transfer=PREFILL, stream=False, max_output_tokens=1, native=None, latency_class=limits,
+        deadline=deadline,
+    )  # fmt: skip
+
+
+def _read_usage(usage: bytes) -> Usage | None:
+    try:
+        raw = _usage.decode(usage)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return None if raw is None else normalize_usage(raw)
+
+
+async def _finish(call: Call, upstream: Upstream, computed: Usage) -> None:
+    """Let the deployment's estimates learn from the answer, and end the call there."""
+    deployment, sent = upstream.deployment, upstream.sent
+    deployment.breaker.completed()
+    if computed.exact:
+        deployment.add_billed(computed)
+        sent.learn_cached(computed.input, computed.cache_read)
+        sent.learn_usage(call.id, computed.input, computed.cache_read, 0)  # of one token, no speed can be learned
+    await upstream.aclose()

@@ -1,0 +1,253 @@
+"""Prefill and decode deployments: which of them gets what, and what a failing prefill costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.errors import Overloaded
+from gateway.core.kv_transfer import PREFILL, load_from
+from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
+from gateway.policy import Policy
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
+from gateway.routing import STRATEGIES
+from gateway.routing.route_log import RouteLog, read_routes
+from gateway.routing.router import Router
+from gateway.types import Call, Usage
+from tests.gateway.calls import a_call, a_policy, chat
+from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, Step, deployment_named, status
+
+LONG = [{"role": "user", "content": "All the world is a stage, and all the men and women merely players. " * 200}]
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e-1", "remote_block_ids": [[1, 2]], "remote_host": "p"}
+ANSWER = json.dumps({
+    "choices": [{"message": {"content": "x"}}],
+    "usage": {"prompt_tokens": 3400, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 16}},
+    "kv_transfer_params": PARAMS,
+}).encode()  # fmt: skip
+
+
+class Seen(Script):
+    """Remembers the calls that it was sent."""
+
+    def __init__(self, *steps: Step, opener: ProviderFailure | asyncio.Event | None = None) -> None:
+        super().__init__(*steps, opener=opener)
+        self.calls: list[Call] = []
+
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+        self.calls.append(call)
+        return await super().open(call, headers=headers, body=body)
+
+
+def policy(provider: str = "vllm", *, decode: str = "d", prefill: str = "p", **fields: Any) -> Policy:
+    roles = {**dict.fromkeys(prefill, "prefill"), **dict.fromkeys(decode, "decode")}
+    common = {"provider": provider, "model": "served"}
+    return a_policy(
+        deployments=[{"name": n, "base_url": f"http://{n}.invalid/v1", "role": r, **common} for n, r in roles.items()],
+        models=[{"name": "m", "deployments": list(roles)}],
+        **fields,
+    )
+
+
+def decoding() -> Seen:
+    return Seen(TEXT, DONE)
+
+
+async def test_a_long_prompt_is_computed_by_a_prefill_deployment_first() -> None:
+    p, d = Seen(ANSWER), decoding()
+    rig = Rig(policy(), p=p, d=d)
+    assert await rig.chunks(messages=LONG) == [TEXT, DONE]
+    assert rig.outcomes == [("p", "prefilled"), ("d", "ok")]
+    asked, answered = p.calls[0], d.calls[0]
+    assert asked.kv_transfer is PREFILL and not asked.stream and asked.max_output_tokens == 1
+    assert asked.fields == answered.fields and asked.cache_salt == answered.cache_salt, "the prompt is the same"
+    assert answered.stream and answered.kv_transfer is not None
+    assert json.loads(bytes(answered.kv_transfer)) == PARAMS, "what the engine said, unchanged"
+    prefilled, answer = rig.attempts.done
+    assert prefilled.unbilled == Usage(3384, 16, output=1, exact=True)
+    assert (answer.blocks_from, answer.unbilled) == ("p", None)
+    assert rig.attempts.tries == 1
+    assert p.closed == 1 and rig.idle()
+
+
+async def test_a_short_uncached_part_is_computed_where_the_answer_is() -> None:
+    p, d = Seen(ANSWER), decoding()
+    rig = Rig(policy(), p=p, d=d)
+    await rig.chunks(messages=LONG)
+    await rig.chunks(rig.new_attempts(), messages=LONG)  # the decode deployment has it now
+    await rig.chunks(rig.new_attempts())
+    assert (p.opened, d.opened) == (1, 3)
+    assert [call.kv_transfer is None for call in d.calls] == [False, True, True]
+
+
+async def test_the_threshold_is_the_policy_s() -> None:
+    """The policy's guess of the prefill speed is 2,000 tokens per second, and the prompt has 3,400."""
+    for above, prefills in (("1.5s", 1), ("2s", 0)):
+        p = Seen(ANSWER)
+        rig = Rig(policy(routing={"remote_prefill_above": above}), p=p, d=decoding())
+        await rig.chunks(messages=LONG)
+        assert p.opened == prefills
+
+
+@pytest.mark.parametrize("field", [{"prompt_logprobs": 1}, {"echo": True}])
+async def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_where_the_answer_is(
+    field: dict[str, Any],
+) -> None:
+    p = Seen(ANSWER)
+    rig = Rig(policy(), p=p, d=decoding())
+    await rig.chunks(messages=LONG, **field)
+    assert p.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        (lambda: Seen(opener=ProviderFailure(Fault.CONNECT, "refused")), "connect_error"),
+        (lambda: Seen(opener=status(500)), "status_500"),
+        (lambda: Seen(opener=status(400, Fault.REFUSED)), "refused"),
+        (lambda: Seen(ProviderFailure(Fault.CUT, "reset")), "cut"),
+        (lambda: Seen(opener=asyncio.Event()), "timeout"),
+    ],
+)
+async def test_a_prefill_that_fails_costs_time_only(script: Any, outcome: str) -> None:
+    p, d = script(), decoding()
+    rig = Rig(policy(classes={"realtime": {"ttft": "400ms", "retries": 0.0}}), p=p, d=d)
+    assert await rig.chunks(messages=LONG) == [TEXT, DONE]
+    assert rig.outcomes == [("p", outcome), ("d", "ok")]
+    assert d.calls[0].kv_transfer is None
+    assert rig.attempts.done[0].unbilled is None
+    assert rig.idle()
+
+
+async def test_a_prefill_deployment_that_hangs_delays_one_call_and_not_each() -> None:
+    p, d = Seen(opener=asyncio.Event()), decoding()
+    # The scripted decode deployment computes prompts in no time, which is learned.
+    given = policy(classes={"realtime": {"ttft": "100ms"}}, routing={"remote_prefill_above": 1e-9})
+    rig = Rig(given, p=p, d=d)
+    hung = deployment_named(rig, "p")
+    for number in range(FAILURES_TO_OPEN):
+        prompts = [f"{number} {again} {LONG[0]['content']}" for again in range(3)]
+        for prompt in prompts:
+            await rig.chunks(rig.new_attempts(), messages=[{"role": "user", "content": prompt}])
+        assert p.opened == number + 1
+        hung.breaker.deprioritised_until = 0.0  # its rest is over
+    assert d.opened == 3 * p.opened
+    assert hung.breaker.open
+
+
+async def test_an_answer_without_params_is_of_no_use() -> None:
+    p, d = Seen(b'{"usage": {"prompt_tokens": 3400, "completion_tokens": 1}}'), decoding()
+    rig = Rig(policy(), p=p, d=d)
+    await rig.chunks(messages=LONG)
+    assert d.calls[0].kv_transfer is None
+    assert rig.attempts.done[0].unbilled == Usage(3400, output=1, exact=True), "it was computed all the same"
+    assert "kv_transfer_params" in deployment_named(rig, "p").failures.last_reason
+
+
+async def test_without_a_free_slot_the_prompt_is_computed_where_the_answer_is() -> None:
+    p, d = Seen(ANSWER), decoding()
+    rig = Rig(policy(), p=p, d=d)
+    busy = deployment_named(rig, "p")
+    busy.slots_taken = busy.slots
+    await rig.chunks(messages=LONG)
+    assert (p.opened, rig.outcomes) == (0, [("d", "ok")])
+    busy.slots_taken = 0
+    assert rig.idle()
+
+
+async def test_a_prefill_deployment_never_answers() -> None:
+    p, d = Seen(ANSWER), Seen(opener=ProviderFailure(Fault.CONNECT, "refused"))
+    rig = Rig(policy(classes={"realtime": {"ttft": "300ms"}}), p=p, d=d)
+    with pytest.raises(Exception, match="no deployment"):
+        await rig.chunks(messages=LONG)
+    assert all(call.kv_transfer is PREFILL for call in p.calls)
+    assert p.opened == 1, "once for a call, however often that is retried"
+    assert rig.attempts.last_deployment is None, "the client is billed nothing"
+
+
+async def test_a_call_that_is_not_answered_after_its_prefill_is_billed_nothing() -> None:
+    class Last(Seen):
+        async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+            deployment_named(rig, "d").breaker.eject(asyncio.get_running_loop().time(), 60.0)
+            return await super().open(call, headers=headers, body=body)
+
+    rig = Rig(policy(), p=Last(ANSWER), d=decoding())
+    with pytest.raises(Overloaded, match="no deployment of m is available"):
+        await rig.chunks(messages=LONG)
+    assert rig.outcomes == [("p", "prefilled")]
+    assert rig.attempts.last_deployment is None
+
+
+async def test_a_failed_decode_deployment_is_replaced_by_another_one() -> None:
+    p, d, e = Seen(ANSWER), Seen(opener=status(503)), decoding()
+    rig = Rig(policy(decode="de"), p=p, d=d, e=e)
+    deployment_named(rig, "e").slots_taken = 10  # so that the other one is tried first
+    assert await rig.chunks(messages=LONG) == [TEXT, DONE]
+    assert rig.outcomes == [("p", "prefilled"), ("d", "status_503"), ("e", "ok")]
+    assert e.calls[0].kv_transfer is None, "the params were the first one's, which may have used them"
+
+
+async def test_a_client_that_leaves_cancels_the_prefill() -> None:
+    p, d = Seen(asyncio.Event()), decoding()
+    rig = Rig(policy(), p=p, d=d)
+    serving = asyncio.create_task(rig.chunks(messages=LONG))
+    while not p.opened:
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert (rig.outcomes, p.closed, d.opened) == ([("p", "client_gone")], 1, 0)
+    last = rig.attempts.last_deployment
+    assert last is not None and last.name == "p", "whose record says what the client is billed"
+    assert rig.idle()
+
+
+async def test_prompts_with_a_common_prefix_go_to_the_prefill_deployment_that_has_it() -> None:
+    p, q, d, e = Seen(ANSWER), Seen(ANSWER), decoding(), decoding()
+    rig = Rig(policy(prefill="pq", decode="de"), p=p, q=q, d=d, e=e)
+    await rig.chunks(messages=LONG)
+    (home,) = [name for name in "de" if rig.scripts[name].opened]
+    full = deployment_named(rig, home)
+    full.slots_taken = full.slots  # so that the other one gets the call, which has nothing of the prompt
+    attempts = rig.new_attempts()
+    await rig.chunks(attempts, messages=LONG)
+    assert [attempt.outcome for attempt in attempts.done] == ["prefilled", "ok"]
+    assert sorted((p.opened, q.opened)) == [0, 2]
+
+
+async def test_a_bundled_engine_loads_from_a_prefill_deployment_without_asking_it_again() -> None:
+    p, d, e = Seen(ANSWER), decoding(), decoding()
+    given = policy("warmpath", decode="de")
+    rates = [one.model_copy(update={"kv_transfer_tokens_per_second": 50_000}) for one in given.deployments]
+    rig = Rig(given.model_copy(update={"deployments": tuple(rates)}), p=p, d=d, e=e)
+    await rig.chunks(messages=LONG)
+    (first,) = [name for name in "de" if rig.scripts[name].opened]
+    holder = deployment_named(rig, first)
+    holder.slots_taken = holder.slots
+    attempts = rig.new_attempts()
+    await rig.chunks(attempts, messages=LONG)
+    assert [(one.outcome, one.blocks_from in ("p", first)) for one in attempts.done] == [("ok", True)]
+    other = rig.scripts["e" if first == "d" else "d"]
+    assert other.calls[0].kv_transfer in (load_from("http://p.invalid/v1"), load_from(f"http://{first}.invalid/v1"))
+    holder.slots_taken = 0
+    assert rig.idle()
+
+
+async def test_the_log_and_the_reason_name_the_prefill_deployment(tmp_path: Path) -> None:
+    rig = Rig(policy(routing={"log": True}), p=Seen(ANSWER), d=decoding())
+    rig.router = Router(rig.fleet, STRATEGIES, RouteLog(tmp_path, "r"))
+    call = a_call(chat(LONG[0]["content"], stream=True), rig.policy, now=asyncio.get_running_loop().time())
+    (candidate,) = rig.router.order(call, call.deadline - 1)
+    planned = rig.router.prefill_of(call, candidate, 0.0)
+    assert planned is not None and planned.deployment.name == "p"
+    with await rig.queue.acquire_slot(call) as permit:
+        async with rig.router.open(call, permit, rig.attempts) as upstream:
+            assert "computed at p, to be loaded" in upstream.chosen.reason
+    (row,) = read_routes(tmp_path)
+    assert (row.deployment, row.prefill) == ("d", "p")
