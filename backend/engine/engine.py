@@ -89,6 +89,7 @@ class Engine:
         # Optional: on a GPU, the next step starts before this one is read (lookahead.py).
         next_plan = plan_ahead(self.scheduler, plan) if self.runner.uses_lookahead else ()
         computed = self.runner.run(plan, self.interruption.start_step(plan, on_launch), next_plan)
+        self.runner.model.check()  # optional: raises if another process that computes the model has ended
         if computed is None:
             return []  # optional: interrupted by a more urgent request (interruption.py); no request has advanced
         outputs = self.scheduler.advance(plan, computed)

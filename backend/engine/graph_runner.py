@@ -43,13 +43,12 @@ def create_runner(config: ResolvedConfig) -> Runner:
     """A `GraphRunner` if decode steps can be captured, otherwise a plain `Runner`.
 
     Capturing needs a GPU, attention that reads sequence lengths there, a model that generates tokens, and no mixture of
-    experts that syncs with the host. Steps of several ranks are not captured.
+    experts that syncs with the host.
     """
     runner = Runner(config)
     is_on_gpu = config.device.type == "cuda" and config.attention == TRITON and config.model.has_lm_head
-    is_alone = config.tensor_parallel_size == 1
-    if is_on_gpu and is_alone and not config.enforce_eager and not runner.model.needs_host_sync:
-        return GraphRunner(config, CudaCapture(config.device), runner.model)
+    if is_on_gpu and not config.enforce_eager and not runner.model.needs_host_sync:
+        return GraphRunner(config, runner.model.capture_of_ranks(CudaCapture(config.device)), runner.model)
     return runner
 
 
@@ -202,10 +201,10 @@ class GraphRunner(Runner):
 
     def _warm_up(self) -> None:
         """Compiles the kernels for prompts, so that no first token waits for it. Writes to the cache, still unused."""
-        model, device = self._config.model, self._config.device
+        device = self._config.device
         # The longest prompt is included, because mixtures of experts use larger tiles for it.
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
-        of_tiles = (rows // (model.num_heads // model.num_kv_heads) for rows in WARM_UP_ROWS)
+        of_tiles = (rows // self._model.queries_per_key for rows in WARM_UP_ROWS)
         for length in (*of_tiles, *self._model.warm_up_lengths(longest), longest):
             length = max(2, min(length, longest))
             zeros = torch.zeros(length, dtype=torch.int64, device=device)

@@ -58,6 +58,11 @@ def sizes_up_to(most: int) -> list[int]:
 class GraphCapture(ABC):
     """Makes a replayable step of a step."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is computed now becomes a part of the replayable step."""
+        return False
+
     @abstractmethod
     def __call__(self, step: DecodeStep, size: int) -> DecodeStep:
         """A step that does what `step` does, on the content of its buffers at the time of the call. May run `step`."""
@@ -77,6 +82,10 @@ class CudaCapture(GraphCapture):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def __call__(self, step: DecodeStep, size: int) -> DecodeStep:
         seq_lens = (1,) * size

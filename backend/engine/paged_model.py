@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from backend.native.recording import Recorder, StopCheck, raise_if_interrupted
 from backend.ops import create_ops
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
+
+if TYPE_CHECKING:
+    from backend.engine.graphs import GraphCapture
 
 LEADERS = {"rank 0": "backend.parallel.leader:LeaderModel"}
 # The largest decode step whose logits and tokens are recorded, too. With more rows, the recording saves less, and each
@@ -79,8 +83,15 @@ class PagedModel:
     def watch(self, fail: Callable[[str], None]) -> None:
         """Calls `fail` with the reason, from another thread, if another process that computes the model ends."""
 
+    def check(self) -> None:
+        """Raises `RankFailed` if another process has ended. Then the last results may be wrong."""
+
     def close(self) -> None:
         """Ends the other processes that compute the model."""
+
+    def capture_of_ranks(self, capture: GraphCapture) -> GraphCapture:
+        """Captures steps in all processes that compute the model. `capture`: in this one."""
+        return capture
 
     @property
     def needs_host_sync(self) -> bool:
@@ -95,6 +106,11 @@ class PagedModel:
     def tile_tokens(self, longest: int) -> int:
         """How many tokens a tile of `AttentionWork` has, for steps in which a sequence has up to `longest`."""
         return self._attention.tile_tokens(longest, *self._heads, like=self._like)
+
+    @property
+    def queries_per_key(self) -> int:
+        """How many query heads share a key/value head."""
+        return self._heads[0] // self._heads[1]
 
     def warm_up_lengths(self, longest: int) -> list[int]:
         """As `Attention.warm_up_lengths`."""

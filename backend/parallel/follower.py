@@ -13,15 +13,29 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 import torch
 
 from backend.engine.errors import EngineError
 from backend.engine.paged_model import PagedModel
 from backend.engine.resolved_config import ResolvedConfig
+from backend.parallel.captures import CudaFollowerCapture, FollowerCapture, RepeatedMessages
 from backend.parallel.config import config_of_rank, create_division
 from backend.parallel.group import ExchangeFailed, RankGroup
-from backend.parallel.wire import Forward, Imported, Link, Loaded, Logits, Message, Start
+from backend.parallel.wire import (
+    BeginCapture,
+    EndCapture,
+    Forward,
+    Imported,
+    Link,
+    Loaded,
+    Logits,
+    Message,
+    Replay,
+    Start,
+)
 
 POLL_SECONDS = 0.2  # between two looks whether rank 0 still exists
 END_SECONDS = 30.0  # that rank 0 has to end this process
@@ -40,6 +54,10 @@ class Follower:
         self._device = own.device
         self._block_size = config.block_size
         self._model = PagedModel(own, division=create_division(config, rank, group))
+        self._captured: dict[int, Callable[[], None]] = {}
+        self._capture: FollowerCapture = RepeatedMessages(self.execute)
+        if own.device.type == "cuda":
+            self._capture = CudaFollowerCapture(self.execute, own.device)
         self._hidden = torch.empty((0, config.model.hidden_size), dtype=own.dtype, device=own.device)
 
     @torch.inference_mode()
@@ -56,8 +74,15 @@ class Follower:
                 hidden = self._hidden.new_empty((num_rows, self._hidden.shape[1]))
                 self._group.broadcast(hidden)
                 self._model.scores(hidden)
+            case Replay(number):
+                self._captured[number]()
             case _:
                 raise TypeError(f"unexpected message {message!r}")
+
+    @torch.inference_mode()
+    def capture(self, number: int, messages: Iterable[Message]) -> None:
+        """Captures the execution of messages, for `Replay`."""
+        self._captured[number] = self._capture(messages)
 
 
 def run(link: Link) -> None:
@@ -75,8 +100,12 @@ def run(link: Link) -> None:
         link.send(Loaded(error.message))
         return
     link.send(Loaded())
-    while True:
-        follower.execute(link.receive(None))
+    messages = link.messages()
+    for message in messages:
+        if isinstance(message, BeginCapture):
+            follower.capture(message.number, takewhile(lambda each: not isinstance(each, EndCapture), messages))
+        else:
+            follower.execute(message)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from backend.engine.batch import Batch
+from backend.engine.graphs import GraphCapture
 from backend.engine.paged_model import PagedModel
 from backend.engine.resolved_config import ResolvedConfig
 from backend.native.recording import StopCheck, raise_if_interrupted
+from backend.parallel.captures import Announcer, RankCapture
 from backend.parallel.config import config_of_rank, create_division
 from backend.parallel.processes import Followers
 from backend.parallel.wire import Forward, Logits, tensors_of
@@ -34,14 +36,21 @@ class LeaderModel(PagedModel):
         except BaseException:
             self._followers.close()
             raise
+        self._announcer = Announcer(self._followers)
         self._device = config.device
         self._hidden: Tensor | None = None  # the last result of `forward`, which the followers have, too
 
     def watch(self, fail: Callable[[str], None]) -> None:
         self._followers.watch(fail)
 
+    def check(self) -> None:
+        self._followers.check()
+
     def close(self) -> None:
         self._followers.close()
+
+    def capture_of_ranks(self, capture: GraphCapture) -> GraphCapture:
+        return RankCapture(capture, self._announcer, self._followers)
 
     def forward(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
         """As `PagedModel.forward`, but a step is not interrupted once it has begun: all ranks would have to agree."""
@@ -51,7 +60,7 @@ class LeaderModel(PagedModel):
             whole, views = forward.buffer(self._device)
             for view, tensor in zip(views, tensors_of(batch), strict=True):
                 view.copy_(tensor)
-            self._followers.send(forward)
+            self._announcer.send(forward)
             self._group.broadcast(whole)
             self._hidden = super().forward(batch)
         return self._hidden
@@ -76,7 +85,7 @@ class LeaderModel(PagedModel):
 
     def _announce_logits(self, hidden: Tensor) -> None:
         if hidden is self._hidden:
-            self._followers.send(Logits(None))
+            self._announcer.send(Logits(None))
             return
-        self._followers.send(Logits(len(hidden)))
+        self._announcer.send(Logits(len(hidden)))
         self._group.broadcast(hidden.contiguous())

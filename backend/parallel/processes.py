@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from backend.engine.errors import RankFailed
 from backend.engine.resolved_config import ResolvedConfig
-from backend.parallel import follower
 from backend.parallel.group import ExchangeFailed, RankGroup
 from backend.parallel.wire import Imported, Link, Loaded, Message, Start
 
@@ -32,6 +31,7 @@ EXPLAIN_SECONDS = 5.0  # that an error waits for the end of a follower, which ma
 CLOSE_SECONDS = 5.0  # until a follower that was killed has ended
 
 ROOT = Path(__file__).parents[2]
+FOLLOWER = "backend.parallel.follower"  # the module that a follower runs
 
 M = TypeVar("M")
 
@@ -126,7 +126,7 @@ class Followers:
         with theirs:
             # In a session of its own: an interrupt from the terminal is for rank 0 alone.
             process = subprocess.Popen(
-                [sys.executable, "-m", follower.__name__, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()], cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._links.append(Link(ours))

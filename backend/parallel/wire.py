@@ -77,7 +77,11 @@ class AttentionSizes:
         """The metadata with the next of these tensors."""
         kv_lens, starts, tables = next(tensors), next(tensors), next(tensors)
         work = AttentionWork(next(tensors), next(tensors), self.work[2]) if self.work else None
-        return AttentionMetadata(self.query_lens, self.seq_lens, kv_lens, starts, tables, block_size, work)
+        query_lens, seq_lens = self.query_lens, self.seq_lens
+        if not kv_lens.is_cuda:  # a repeated message has the lengths of its first step; on a GPU, kernels read these
+            seq_lens = tuple(length for length in kv_lens.tolist() if length > 0)
+            query_lens = tuple(starts.diff()[: len(seq_lens)].tolist())
+        return AttentionMetadata(query_lens, seq_lens, kv_lens, starts, tables, block_size, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,26 @@ class Logits:
     num_rows: int | None
 
 
-Message = Start | Imported | Loaded | Forward | Logits
+@dataclass(frozen=True, slots=True)
+class BeginCapture:
+    """The following computations are captured, up to `EndCapture`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndCapture:
+    """The capture has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A captured step follows."""
+
+    number: int
+
+
+Message = Start | Imported | Loaded | Forward | Logits | BeginCapture | EndCapture | Replay
 
 
 class Link:
@@ -168,6 +191,11 @@ class Link:
             raise EOFError(f"a message of {length} bytes")
         message: Message = pickle.loads(self._read(length))
         return message
+
+    def messages(self) -> Iterator[Message]:
+        """All further messages. Raises EOFError when the other process ends."""
+        while True:
+            yield self.receive(None)
 
     def close(self) -> None:
         self._connection.close()

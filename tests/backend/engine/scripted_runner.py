@@ -30,7 +30,7 @@ class ScriptedRunner:
 
     uses_lookahead = False
     use_idle_time = staticmethod(lambda: False)
-    model = SimpleNamespace(watch=lambda fail: None, close=lambda: None)  # in one process
+    model = SimpleNamespace(watch=lambda fail: None, check=lambda: None, close=lambda: None)  # in one process
 
     def __init__(self) -> None:
         self.failure: Exception | None = None

@@ -58,7 +58,8 @@ def test_warm_up_includes_the_longest_chunk(
 def test_a_model_with_host_syncs_or_without_an_output_head_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, needs_host_sync: bool, enforce_eager: bool, generates: bool
 ) -> None:
-    plain: Any = SimpleNamespace(model=SimpleNamespace(needs_host_sync=needs_host_sync))
+    model = SimpleNamespace(needs_host_sync=needs_host_sync, capture_of_ranks=lambda capture: capture)
+    plain: Any = SimpleNamespace(model=model)
     captured: list[object] = []
     monkeypatch.setattr(graph_runner, "Runner", lambda config: plain)
     monkeypatch.setattr(graph_runner, "CudaCapture", lambda device: None)
@@ -67,7 +68,6 @@ def test_a_model_with_host_syncs_or_without_an_output_head_is_not_captured(
         device=torch.device("cuda"),
         attention="triton",
         enforce_eager=enforce_eager,
-        tensor_parallel_size=1,
         model=SimpleNamespace(has_lm_head=generates),
     )
     runner = create_runner(config)
