@@ -121,6 +121,7 @@ def _summary(policies: PolicyHolder, tenants: TenantRegistry) -> dict[str, Any]:
                 "provider": deployment.provider,
                 "base_url": deployment.shown_url,
                 "model": deployment.model,
+                "role": deployment.role,
                 "max_concurrency": deployment.max_concurrency,
             }
             for deployment in policy.deployments

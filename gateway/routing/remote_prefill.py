@@ -7,9 +7,10 @@ predicted to take that deployment longer than `routing.remote_prefill_above`, a 
 
 So long prompts do not delay the answers that are in progress at the decode deployment. If no prefill deployment has a
 free slot, or if it fails, is late or does not say how to load the prompt, the decode deployment computes the prompt: a
-prefill deployment can cost a call time, but no answer. It gets at most `TTFT_SHARE` of the time to the first chunk, and
-there is one prefill for each call. Its attempt is opened in the ledger as any other. Its tokens are never billed, since
-the deployment that answers counts the prompt, too; a client that disconnects during the prefill is billed for that.
+prefill deployment can cost a call time, but no answer. It is late after `LATE_FACTOR` times the predicted time, and
+gets at most `TTFT_SHARE` of the time to the first chunk. There is one prefill for each call. Its attempt is opened in
+the ledger as any other. Its tokens are never billed, since the deployment that answers counts the prompt, too; a client
+that disconnects during the prefill is billed for that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gateway.core.errors import UpstreamRefused
 from gateway.core.kv_transfer import PREFILL, read_answer
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
+from gateway.policy import Floor
 from gateway.policy.roles import DECODE
 from gateway.providers.usage import normalize_usage
 from gateway.providers.usage.base import RawUsage
@@ -32,6 +34,9 @@ from gateway.types import Call, Usage
 
 # With these, the decode deployment needs the output of the model for each token of the prompt, so it computes them all.
 _WHOLE_PROMPT_FIELDS = frozenset({"prompt_logprobs", "echo"})
+
+LATE_FACTOR = 5.0  # times the predicted time of the prefill and of the prompts before it
+LATE_MIN_SECONDS = 5.0  # a prefill is not late before
 
 _usage = msgspec.json.Decoder(RawUsage | None)
 
@@ -71,6 +76,27 @@ class RemotePrefill:
         source = msgspec.structs.replace(chosen, matched_tokens=chosen.prompt_tokens, prediction=prediction)
         return msgspec.structs.replace(candidate, block_source=source, kv_transfer=params)
 
+    async def run_prepared(
+        self,
+        call: Call,
+        prepared: Candidate,
+        candidate: Candidate,
+        deadline: float,
+        attempts: AttemptLog,
+        floor: Floor | None,
+    ) -> Upstream | None:
+        """Run an attempt of `prepared`. If the deployment rejects it, run it as it was before: `candidate`.
+
+        The prefill deployment has accepted the prompt, so it may be the params that the other one rejects.
+        """
+        try:
+            return await self._runner.run(call, prepared, deadline, attempts, floor)
+        except UpstreamRefused as refusal:
+            upstream = await self._runner.run(call, candidate, deadline, attempts, floor)
+            reason = f"it rejected kv_transfer_params with status {refusal.upstream_status}; does it load blocks?"
+            candidate.deployment.failures.failed("no_kv_transfer", reason, call.id, attempts.loop.time())
+            return upstream
+
     def choose(self, call: Call, candidate: Candidate, strategy: Strategy, now: float) -> Candidate | None:
         """The prefill deployment that would compute the prompt, for explanations. Changes no state."""
         return _choose(call, candidate, self._rank(call, candidate.deployment, strategy, now), now)
@@ -96,13 +122,13 @@ class RemotePrefill:
         permit = self._fleet.take([deployment], now)
         if permit is None:
             return None
-        seconds = TTFT_SHARE * (min(deadline, now + call.latency_class.ttft) - now)
+        limit_seconds = _limit_seconds(call, chosen)
+        due = min(now + limit_seconds, now + TTFT_SHARE * (deadline - now))
         computed: Usage | None = None
         try:
             with permit:
-                upstream = await self._runner.run(
-                    _prefill_call(call, now + seconds), chosen, now + seconds, attempts, None
-                )
+                request = _prefill_call(call, due, limit_seconds)
+                upstream = await self._runner.run(request, chosen, due, attempts, None)
                 if upstream is None:
                     return None
                 params, usage = read_answer(upstream.first_chunk_bytes)
@@ -136,9 +162,15 @@ def _choose(call: Call, candidate: Candidate, ranked: list[Candidate], now: floa
     return next((one for one in free if not one.deployment.is_deprioritised(now)), None)
 
 
-def _prefill_call(call: Call, deadline: float) -> Call:
-    """The request to a prefill deployment. A deployment that does not answer it by the deadline is at fault."""
-    limits = call.latency_class.model_copy(update={"total": TTFT_SHARE * call.latency_class.ttft, "hedge": None})
+def _limit_seconds(call: Call, chosen: Candidate) -> float:
+    """How long a prefill may take. A strategy that does not predict the time leaves it the whole share."""
+    share = TTFT_SHARE * call.latency_class.ttft
+    return min(share, max(LATE_MIN_SECONDS, LATE_FACTOR * chosen.ttft_seconds)) if chosen.ttft_seconds else share
+
+
+def _prefill_call(call: Call, deadline: float, limit_seconds: float) -> Call:
+    """The request to a prefill deployment, which is at fault if it had `limit_seconds` and did not answer."""
+    limits = call.latency_class.model_copy(update={"total": limit_seconds, "hedge": None})
     return msgspec.structs.replace(
         call, kv_transfer=PREFILL, stream=False, max_output_tokens=1, native=None, latency_class=limits,
         deadline=deadline,

@@ -156,7 +156,7 @@ async def test_the_policy_in_force(app: Application) -> None:
         "hash": app.policies.current.hash,
         "path": str(app.policy_file),
         "last_error": None,
-        "deployments": [{"name": "a", "provider": "openai", "model": "served", "max_concurrency": 2}],
+        "deployments": [{"name": "a", "provider": "openai", "model": "served", "role": None, "max_concurrency": 2}],
         "models": [{"name": "m", "aliases": ["alias"], "deployments": ["a"], "fallbacks": []}],
         "classes": ["realtime", "batch"],
         "tenants": [

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.core.errors import Overloaded
+from gateway.core.errors import Overloaded, UpstreamRefused
 from gateway.core.kv_transfer import PREFILL, load_from
 from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
 from gateway.policy import Policy
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.routing import STRATEGIES
+from gateway.routing.prefix_affinity import PrefixAffinity
+from gateway.routing.remote_prefill import LATE_FACTOR, LATE_MIN_SECONDS, _limit_seconds
 from gateway.routing.route_log import RouteLog, read_routes
 from gateway.routing.router import Router
 from gateway.types import Call, Usage
@@ -137,6 +140,40 @@ async def test_a_prefill_deployment_that_hangs_delays_one_call_and_not_each() ->
         hung.breaker.deprioritised_until = 0.0  # its rest is over
     assert d.opened == 3 * p.opened
     assert hung.breaker.open
+
+
+async def test_a_prefill_is_late_after_a_multiple_of_its_predicted_time() -> None:
+    given = policy(classes={"realtime": {"ttft": "100s"}})
+    call = a_call(chat(LONG[0]["content"]), given)
+    rig = Rig(given, p=Seen(ANSWER), d=decoding())
+    (ranked,) = PrefixAffinity().order(call, [deployment_named(rig, "p")], 0.0)
+    assert 1.5 < ranked.ttft_seconds < 2.0
+    limits = [
+        _limit_seconds(call, msgspec.structs.replace(ranked, ttft_seconds=seconds)) for seconds in (0.1, 2.0, 30.0, 0.0)
+    ]
+    assert limits == [LATE_MIN_SECONDS, 2.0 * LATE_FACTOR, 50.0, 50.0], "0: the strategy does not predict it"
+
+
+async def test_a_decode_deployment_that_rejects_the_params_answers_without_them() -> None:
+    class Strict(Seen):
+        async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+            response = await super().open(call, headers=headers, body=body)
+            if call.kv_transfer is not None:
+                raise status(400, Fault.REFUSED)
+            return response
+
+    rig = Rig(policy(), p=Seen(ANSWER), d=Strict(TEXT, DONE))
+    assert await rig.chunks(messages=LONG) == [TEXT, DONE]
+    assert rig.outcomes == [("p", "prefilled"), ("d", "refused"), ("d", "ok")]
+    assert "kv_transfer_params" in deployment_named(rig, "d").failures.last_reason
+    assert rig.idle()
+
+
+async def test_a_request_that_both_deployments_reject_is_refused_as_always() -> None:
+    rig = Rig(policy(), p=Seen(ANSWER), d=Seen(opener=status(400, Fault.REFUSED)))
+    with pytest.raises(UpstreamRefused):
+        await rig.chunks(messages=LONG)
+    assert rig.idle()
 
 
 async def test_an_answer_without_params_is_of_no_use() -> None:
