@@ -42,7 +42,7 @@ def check(
     live: Annotated[
         bool,
         typer.Option(
-            "--live", help="Also ask each deployment for its models, and what it supports, by up to four short chats."
+            "--live", help="Also ask each deployment for its models, and what it supports, by up to five short chats."
         ),
     ] = False,
     as_json: AsJson = False,
@@ -51,8 +51,8 @@ def check(
 
     Problems are printed as FILE:LINE:COLUMN: FIELD: MESSAGE. If there are any, the exit code is 1. With --live, a
     deployment that a gateway would eject is a problem, too: it cannot be reached, or its key, URL or model is wrong.
-    For the others, --live says whether usage, cached tokens, cache salt, priority and KV events work. Vendors bill the
-    chats that it sends.
+    For the others, --live says whether usage, cached tokens, cache salt, priority, KV events and roles work. Vendors
+    bill the chats that it sends.
     """
     if schema:
         typer.echo(policy_schema(), nl=False)
@@ -82,8 +82,7 @@ def check(
         _print_summary(path, policy)
         if live_check is not None:
             print_line()
-            heads = (name.upper().replace("_", " ") for name in live_check.CAPABILITIES)
-            print_table(("DEPLOYMENT", "MODELS", *heads), live_check.rows(results))
+            print_table(*live_check.table(results))
     if unusable:
         raise typer.Exit(PROBLEM)
 

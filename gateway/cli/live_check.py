@@ -1,8 +1,9 @@
 """What `warmpath check --live` asks of each deployment, and what it finds out.
 
 Each deployment lists its models. Then it gets up to four short chats, as the gateway sends them: one, the same again,
-the same with another cache salt, and one with a priority. Their usage shows what the server counts and caches. The
-servers of templates are discovered first, as by a gateway that starts.
+the same with another cache salt, and one with a priority. Their usage shows what the server counts and caches. A
+deployment with a role gets one more, whose prompt is computed by a prefill deployment. The servers of templates are
+discovered first, as by a gateway that starts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from functools import partial
 import msgspec
 
 from gateway.billing.metering import Meter
+from gateway.core.kv_transfer import PREFILL, read_answer
 from gateway.core.supervision import Supervisor
 from gateway.deployments.engine_reports import EngineReporter
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
 from gateway.discovery.discovery import FIRST_LIST_SECONDS, Discovery
 from gateway.policy import Deployment, Model, Policy, Tenant
+from gateway.policy.roles import DECODE
 from gateway.policy.wildcards import STAR
 from gateway.prompts.canonicaliser import new_call_id
 from gateway.providers import CACHE_SALT_PROVIDERS, make_provider
@@ -45,6 +48,7 @@ PRIORITY_PROVIDERS = frozenset({"sglang", "trtllm", "vllm"})  # that need an opt
 PRIORITY = 1  # not the default, which servers accept without the option
 NOT_CHECKED = "-"
 CAPABILITIES = ("usage", "cached_tokens", "cache_salt", "priority", "kv_events")
+ROLE = "role"  # a further one, of deployments with a role
 
 
 @dataclass(slots=True)
@@ -72,7 +76,7 @@ async def check_live(policy: Policy) -> list[LiveResult]:
         async with places:
             if state.name in unusable:
                 return LiveResult(state.name, unusable[state.name])
-            return await _Check(policy, state, transport, supervisor).run()
+            return await _Check(policy, state, fleet, transport, supervisor).run()
 
     try:
         await _until_discovered(policy, discovery)
@@ -114,9 +118,10 @@ class _Check:
     """The check of one deployment."""
 
     def __init__(
-        self, policy: Policy, state: DeploymentState, transport: HTTPTransport, supervisor: Supervisor
+        self, policy: Policy, state: DeploymentState, fleet: Fleet, transport: HTTPTransport, supervisor: Supervisor
     ) -> None:
         self._policy = policy
+        self._fleet = fleet
         self._state = state
         self._config = state.config
         self._provider = state.provider
@@ -139,6 +144,8 @@ class _Check:
         self._reporter.start()
         try:
             await self._ask_chats()
+            if self._config.role is not None:
+                found[ROLE] = await self._role()
             found["kv_events"] = await self._events()
         finally:
             await self._reporter.stop()
@@ -182,6 +189,28 @@ class _Check:
             return "the server was not started with it"
         return "accepted, but not sent: set priorities: true"
 
+    async def _role(self) -> str:
+        """Whether the deployment hands a prompt over to others, or loads one from a prefill deployment."""
+        call = self._call(secrets.token_hex(8))
+        sources = [self._state]
+        if self._config.role == DECODE:
+            sources = [*self._fleet.prefill_deployments_of(call.model)]
+        if not sources:
+            return "there is no prefill deployment now"
+        source, *_ = sources
+        try:
+            params = await _prefill(source.provider, call)
+            if params is None:
+                return f"{source.name} answers no kv_transfer_params"
+            if source is self._state:
+                return "hands prompts over"
+            usage = await self._stream(msgspec.structs.replace(call, kv_transfer=params), self._provider)
+        except ProviderFailure as failure:
+            return f"failed: {failure.log_message}"
+        if usage.cache_read:
+            return f"loads prompts from {source.name} ({usage.cache_read} of {usage.input} tokens)"
+        return f"loads nothing from {source.name}, or does not report it"
+
     async def _events(self) -> str:
         if self._config.kv_events is None:
             return NOT_CHECKED
@@ -196,10 +225,12 @@ class _Check:
 
     async def _chat(self, salt: str, provider: Provider | None = None) -> Usage:
         """Stream one chat, and return its usage. Raises `ProviderFailure`."""
-        call = self._call(salt)
+        return await self._stream(self._call(salt), provider or self._provider)
+
+    async def _stream(self, call: Call, provider: Provider) -> Usage:
         meter = Meter(call, self._config)
         async with asyncio.timeout(CALL_SECONDS):
-            upstream = await (provider or self._provider).open(call, headers={"x-request-id": call.id})
+            upstream = await provider.open(call, headers={"x-request-id": call.id})
             try:
                 async for chunk in upstream:
                     meter.watch(chunk)
@@ -246,6 +277,17 @@ class _Check:
         )
 
 
+async def _prefill(provider: Provider, call: Call) -> msgspec.Raw | None:
+    """Let a prefill deployment compute the prompt. Returns what another one needs to load it."""
+    request = msgspec.structs.replace(call, kv_transfer=PREFILL, stream=False, max_output_tokens=1)
+    async with asyncio.timeout(CALL_SECONDS):
+        upstream = await provider.open(request, headers={"x-request-id": f"{call.id}-prefill"})
+        try:
+            return read_answer(await anext(upstream))[0]
+        finally:
+            await upstream.aclose()
+
+
 def _cached(usage: Usage) -> str:
     if not usage.exact:
         return "unknown: no usage"
@@ -262,9 +304,15 @@ def _isolation(same: Usage, other: Usage) -> str:
     return "ignored: tenants share the cache"
 
 
-def rows(results: Sequence[LiveResult]) -> list[tuple[str, ...]]:
-    """The table of the results: one row per deployment."""
-    return [(each.deployment, each.problem or "OK", *(each.found[name] for name in CAPABILITIES)) for each in results]
+def table(results: Sequence[LiveResult]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table of the results: its head, and one row per deployment."""
+    names = (*CAPABILITIES, *((ROLE,) if any(ROLE in each.found for each in results) else ()))
+    head = ("DEPLOYMENT", "MODELS", *(name.upper().replace("_", " ") for name in names))
+    rows = [
+        (each.deployment, each.problem or "OK", *(each.found.get(name, NOT_CHECKED) for name in names))
+        for each in results
+    ]
+    return head, rows
 
 
-__all__ = ["CAPABILITIES", "LiveResult", "check_live", "rows"]
+__all__ = ["CAPABILITIES", "ROLE", "LiveResult", "check_live", "table"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,31 @@ def test_it_says_what_works_at_each_deployment(tmp_path: Path) -> None:
     assert local["kv_events"].startswith("received (") and vllm["kv_events"] == "-"
     assert local["priority"] == "sent and accepted"
     assert vllm["priority"] == "accepted, but not sent: set priorities: true"
+
+
+def test_it_says_whether_prompts_are_handed_over(tmp_path: Path) -> None:
+    """One decode engine loads from the prefill engine, and another one was started without the option."""
+    with ExitStack() as stack:
+        prefill, decode, plain = (
+            stack.enter_context(engine(tmp_path / name, *options))
+            for name, options in {"p": ("--kv-transfer",), "d": ("--kv-transfer-peers", "127.0.0.1"), "e": ()}.items()
+        )
+        deployments = [
+            deployment("p", prefill.url, role="prefill"),
+            deployment("d", decode.url, role="decode"),
+            deployment("e", plain.url, role="decode"),
+        ]
+        policy = {
+            "deployments": deployments,
+            "models": [{"name": DEMO, "deployments": ["p", "d", "e"]}],
+            "tenants": [tenant("dev")],
+        }
+        (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+        ran = warmpath("check", "policy.yaml", "--live", "--json", cwd=tmp_path)
+        printed = warmpath("check", "policy.yaml", "--live", cwd=tmp_path).stdout
+    assert ran.returncode == 0, ran.stderr
+    found = {name: each["role"] for name, each in json.loads(ran.stdout)["live"].items()}
+    assert found["p"] == "hands prompts over"
+    assert found["d"].startswith("loads prompts from p (")
+    assert found["e"].startswith("failed: ")
+    assert "ROLE" in printed
