@@ -23,6 +23,7 @@ from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Model, Policy
 from gateway.policy.roles import PREFILL
 from gateway.prefix.decode_speed import DecodeSpeed
+from gateway.prefix.estimate import Estimate
 from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.learned_capacity import CapacityGroup
 from gateway.prefix.prefill_speed import SpeedGroup
@@ -122,16 +123,24 @@ class Fleet:
             key = config.provider, config.model, config.cache_tokens
             deployment.cache.share_capacity(capacities.setdefault(key, CapacityGroup()))
         shared: set[FleetTraffic] = set()
-        for names in _joined_by_models(models):
-            estimates = [state.estimate for name in names for state in self._by_entry.get(name, ())]
-            if not estimates:
-                continue
+        for estimates in self._alternatives(models):
             # A policy that separates deployments leaves the common traffic to the first group.
             traffic = estimates[0].traffic if estimates[0].traffic not in shared else FleetTraffic()
             shared.add(traffic)
             traffic.queued.clear()  # of models that the policy may not have any more
             for estimate in estimates:
                 estimate.traffic = traffic
+
+    def _alternatives(self, models: Sequence[Model]) -> Iterator[list[Estimate]]:
+        """The estimates of deployments that calls choose from, in groups. No group is empty.
+
+        Prefill deployments are no alternative to those that answer: a call may be sent to one of each.
+        """
+        for names in _joined_by_models(models):
+            states = [state for name in names for state in self._by_entry.get(name, ())]
+            for prefills in (False, True):
+                if estimates := [state.estimate for state in states if (state.role == PREFILL) is prefills]:
+                    yield estimates
 
     def _state_for(self, deployment: Deployment, entry: Deployment, identity: str | None) -> DeploymentState:
         slots = self._share_of(deployment.max_concurrency)

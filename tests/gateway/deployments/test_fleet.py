@@ -32,6 +32,32 @@ def test_a_provider_is_replaced_only_if_its_configuration_changed() -> None:
     assert made == ["a", "b", "b"]
 
 
+def test_prefill_deployments_answer_no_calls_and_are_no_alternative_to_those_that_do() -> None:
+    roles = {"p": "prefill", "d": "decode", "e": "decode", "q": "prefill"}
+    common = {"provider": "vllm", "model": "served"}
+    deployments = [{"name": n, "base_url": f"http://{n}.invalid/v1", "role": r, **common} for n, r in roles.items()]
+    policy = a_policy(deployments=deployments, models=[{"name": "m", "deployments": list(roles)}])
+    fleet = Fleet(lambda deployment: OfflineProvider())
+    fleet.apply(policy)
+    (model,) = policy.models
+    assert [each.name for each in fleet.deployments_of(model)] == ["d", "e"]
+    assert [each.name for each in fleet.prefill_deployments_of(model)] == ["p", "q"]
+    p, d, e, q = (fleet.find(name) for name in roles)
+    assert p and d and e and q
+    assert p.estimate.traffic is q.estimate.traffic is not d.estimate.traffic is e.estimate.traffic
+    permit = fleet.take(fleet.deployments_of(model), 0.0)
+    assert permit is not None and not (permit.is_at(p) or permit.is_at(q))
+    permit.release()
+    fleet.apply(
+        a_policy(
+            deployments=[{**each, "role": None} for each in deployments],
+            models=[{"name": "m", "deployments": list(roles)}],
+        )
+    )
+    assert [each.name for each in fleet.deployments_of(model)] == list(roles), "after a reload without roles"
+    assert len({id(each.estimate.traffic) for each in fleet}) == 1
+
+
 def test_a_model_has_the_deployments_of_the_current_policy() -> None:
     fleet, policy = Fleet(lambda deployment: OfflineProvider()), a_policy()
     (model,) = policy.models
