@@ -268,7 +268,8 @@ class EngineConfig:
         model_dirs = [model_dir for model_dir in (self.model_dir, self.draft_model_dir) if model_dir]
         bits = bits_per_weight(self.quantization)
         is_native = _member("ops", self.ops, plain="reference", device=device) == NATIVE
-        stays_quantized = is_native and bits is None and dtype is torch.bfloat16
+        is_divided = self.tensor_parallel_size > 1  # then blocks of numbers would have to be cut
+        stays_quantized = is_native and bits is None and dtype is torch.bfloat16 and not is_divided
         weights = sum(
             open_model_files(model_dir).weights_bytes(dtype, bits, stays_quantized=stays_quantized)
             for model_dir in model_dirs

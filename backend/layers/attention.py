@@ -63,7 +63,7 @@ class PagedAttention:
                 for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
             )
             if is_whole:
-                self._whole_norms = (query_norm, key_norm)
+                self._whole_norms = loader.division.norms_of_all_heads(query_norm, key_norm)
             else:
                 self._head_norms = RmsNorm.of_heads(query_norm, key_norm)
 

@@ -61,6 +61,10 @@ class Division:
         """An MLP whose result is that of the whole MLP."""
         return mlp
 
+    def norms_of_all_heads(self, query: RmsNorm, key: RmsNorm) -> tuple[RmsNorm, RmsNorm]:
+        """Norms of queries and of keys over all heads as one vector."""
+        return query, key
+
     def embedding(self, embedding: Embedding) -> Embedding:
         """An embedding of all tokens."""
         return embedding

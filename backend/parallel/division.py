@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from backend.layers.division import AttentionLayer, Division, MlpLayer
@@ -29,6 +30,9 @@ class RankDivision(Division):
 
     def mlp(self, mlp: MlpLayer) -> MlpLayer:
         return _SummedMlp(mlp, self._group)
+
+    def norms_of_all_heads(self, query: RmsNorm, key: RmsNorm) -> tuple[RmsNorm, RmsNorm]:
+        return _NormOfAllHeads(query, self._group), _NormOfAllHeads(key, self._group)
 
     def embedding(self, embedding: Embedding) -> Embedding:
         return _SummedEmbedding(embedding, self._group, self._shards.vocab_rows)
@@ -79,6 +83,20 @@ class _SummedMlp:
     ) -> tuple[Tensor, Tensor]:
         delta, residual = self._mlp.after_norm(norm, delta, residual, adapters)
         return self._group.add_up(delta), residual
+
+
+class _NormOfAllHeads(RmsNorm):
+    """Each rank has some heads of a vector. If several ranks have the same one, all heads have equally many copies."""
+
+    def __init__(self, norm: RmsNorm, group: RankGroup) -> None:
+        super().__init__(norm.ops, norm.weight, norm.eps)
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values = x.float()
+        sums = self._group.add_up(values.square().sum(-1, keepdim=True))
+        means = sums / (self._group.size * x.shape[-1])
+        return (values * torch.rsqrt(means + self.eps) * self.weight.float()).to(x.dtype)
 
 
 class _SummedEmbedding(Embedding):

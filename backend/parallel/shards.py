@@ -5,7 +5,8 @@ Matrices that make heads or inner values are divided by their outputs, and those
     by outputs   query, key and value projections (whole heads), gate and up projections, attention sinks
     by inputs    output projection of attention, down projection; their biases are added by rank 0 only
     by tokens    embedding and output head: consecutive rows, the last rank's padded with zeros
-    whole        everything else: norms, routers of experts, projections to the latent of DeepSeek's attention
+    whole        everything else: norms, but not those over all heads; routers of experts; projections to the latent of
+                 DeepSeek's attention
 
 The classes of layers ask for tensors in the sizes of the part, so a tensor with another shape than expected is an error
 as without tensor parallelism.
@@ -24,7 +25,7 @@ from backend.model_files.quantized_tensor import StoredTensor, dequantized
 from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
 
 PARAM = "tensor_parallel_size"
-DIVIDED_WHOLE = frozenset({"Olmo2ForCausalLM"})  # whose norms of queries and keys cover all heads
+NORMS_OF_ALL_HEADS = frozenset({"Olmo2ForCausalLM"})  # whose norms of queries and keys have a weight for each head
 
 Ranges = Callable[[int], list[range]]  # from a dimension's size to this rank's parts of it
 
@@ -37,8 +38,6 @@ def check_divisible(model: ModelConfig, size: int) -> None:
 
     if model.encoder is not None:
         raise refuse("encoders are computed by one process")
-    if model.architecture in DIVIDED_WHOLE:
-        raise refuse(f"{model.architecture} has norms over all heads")
     if model.classifier and model.classifier.token_ids:
         raise refuse("its score is made of logits of tokens")
     if model.num_heads % size:
@@ -132,6 +131,8 @@ class Shards:
         rules = {f"{name}.{kind}": _Rule(0, way) for name, way in by_outputs.items() for kind in ("weight", "bias")}
         rules |= {f"{name}.weight": _Rule(1, self._even) for name in ("o_proj", "down_proj", "w2")}
         rules["sinks"] = _Rule(0, self._even)
+        if self._model.architecture in NORMS_OF_ALL_HEADS:
+            rules |= {"q_norm.weight": _Rule(0, self._even), "k_norm.weight": _Rule(0, self._kv_heads)}
         # gpt-oss stores all experts of a layer as one tensor, in which outputs of gate and up alternate.
         rules |= {"gate_up_proj": _Rule(2, self._even), "down_proj": _Rule(1, self._even)}
         rules |= {f"gate_up_proj_{kind}": _Rule(1, self._even) for kind in ("bias", "blocks", "scales")}

@@ -17,10 +17,8 @@ from backend.models.config import ModelConfig
 from backend.parallel.shards import Shards, check_divisible
 from tests.backend.checkpoints import CHECKPOINTS, build_model, save
 
-DIVISIBLE = [name for name in CHECKPOINTS if name != "olmo2"]
 
-
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_are_the_whole(name: str, size: int, checkpoint_dir: Callable[[str], Path]) -> None:
     """Each number of a divided tensor is on one rank, but those of key/value heads that ranks share."""
@@ -59,7 +57,6 @@ def test_biases_of_sums_are_added_once() -> None:
         ({}, 3, "4 attention heads are not a multiple of it"),
         ({"num_heads": 6, "num_kv_heads": 3}, 2, "3 key/value heads are neither a multiple nor a divisor of it"),
         ({"intermediate_size": 97}, 2, "the intermediate size of 97 is not a multiple of it"),
-        ({"architecture": "Olmo2ForCausalLM"}, 2, "Olmo2ForCausalLM has norms over all heads"),
     ],
     ids=str,
 )
@@ -72,7 +69,6 @@ def test_models_that_cannot_be_divided(changes: dict[str, object], size: int, re
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"quantization": "int8"}, "quantization 'int8'"),
         ({"speculation": "draft_model", "draft_model_dir": Path("draft")}, "speculation 'draft_model'"),
         ({"max_loras": 1}, "max_loras"),
         ({"kv_host_bytes": 1 << 20}, "kv_host_bytes"),
