@@ -127,9 +127,7 @@ def test_a_prefill_engine_that_hangs_costs_its_share_of_the_time(stack: Stack) -
         began = time.monotonic()
         _, receipt = stack.ask(long_prompt(5))
         assert time.monotonic() - began >= TTFT_SECONDS / 2
-        assert outcomes(receipt) == [("p", "timeout"), ("d", "ok")]
-        _, next_receipt = stack.ask(long_prompt(6))
-        assert outcomes(next_receipt) == [("d", "ok")], "it is not waited for again at once"
+    assert outcomes(receipt) == [("p", "timeout"), ("d", "ok")]
     assert receipt["outcome"] == "complete"
 
 
