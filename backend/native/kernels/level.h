@@ -66,6 +66,8 @@ namespace LEVEL {
 
 #include "level/attention.h"
 
+#include "level/attention_tasks.h"
+
 #include "level/prompt_attention.h"
 
 }  // namespace LEVEL

@@ -2,9 +2,8 @@
 //
 // `Rows` computes a few query rows of one sequence for a few neighbouring key/value heads: scores, softmax, weighted
 // sum of values, for a slice of the positions at a time. It is generic over the dtype T of the queries and the format C
-// of the cache: ScoreStep and WeighStep (attention_steps.h) say how both are read and multiplied. `RowTasks` divides
-// the rows among the threads; if there are few rows, as in a decode step of one long sequence, it divides the slices as
-// well.
+// of the cache: ScoreStep and WeighStep (attention_steps.h) say how both are read and multiplied. attention_tasks.h
+// divides the rows among the threads.
 
 constexpr int64_t SLICE = 256;    // positions that are scored before their values are weighed
 constexpr int64_t PART_ROWS = 8;  // rows in a part, at most
@@ -53,6 +52,7 @@ struct Rows {
   static constexpr int64_t LINE = 64 / sizeof(C);          // numbers in a cache line
   static constexpr int64_t AT_ONCE = 16, MIN_AT_ONCE = 4;  // positions in a run, unless a block or slice ends
   static constexpr int NEAR = 3, FAR = 2;                  // for __builtin_prefetch: to L1, to L2
+  static constexpr int STREAMS = WIDTH == 64 ? 2 : 1;      // that are prefetched to L2
   // Bytes of a run that stays in L1 beside the next one, unless MIN_AT_ONCE positions have more. Other levels than
   // AVX-512 take longer for a run than for memory.
   static constexpr int64_t RUN_BYTES = WIDTH == 64 ? 8 << 10 : 64 << 10;
@@ -71,20 +71,21 @@ struct Rows {
   const int64_t at_once = positions_at_once(heads * row_of_head * sizeof(C));
   const int32_t* const table = a.tables + part.seq * a.table_width;
   int64_t first[PART_ROWS], last[PART_ROWS];  // the first and last position that a row sees
-  int64_t begin, end, width;  // the slice that any row sees; width: its positions, rounded up to whole vectors
-  float *sums, *scores;       // [heads][rows][sum_stride]; [heads][rows][width]
-  Stored* queries;            // [heads][rows][query_dim], see query_at
+  int64_t begin, end, width;    // the slice that any row sees; width: its positions, rounded up to whole vectors
+  float *sums, *scores, *tops;  // [heads][rows][sum_stride]; [heads][rows][width]; [heads][rows]
+  Stored* queries;              // [heads][rows][query_dim], see query_at
 
   Rows(const Attend& a, const RowPart& part, int64_t head, int64_t heads) : a(a), part(part), head(head), heads(heads) {
     for (int64_t r = 0; r < count; r++) {
       last[r] = part.last_seen(a, r);
       first[r] = a.window ? max_of(0, last[r] - a.window + 1) : 0;
     }
-    // Two sets of sums, scores and queries
-    const int64_t each = 2 * sum_stride + SLICE + query_dim;
+    // Two sets of sums, scores, queries and tops
+    const int64_t each = 2 * sum_stride + SLICE + query_dim + 1;
     sums = static_cast<float*>(thread_scratch.get(heads * count * each * sizeof(float)));
     scores = sums + 2 * heads * count * sum_stride;
     queries = reinterpret_cast<Stored*>(scores + heads * count * SLICE);
+    tops = scores + heads * count * (SLICE + query_dim);
     for (int64_t h = 0; h < heads; h++)
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += Step::SIZE)
@@ -128,8 +129,10 @@ struct Rows {
       times_scales(scores, h, i, keys, n);
     });
     __builtin_memset(sums, 0, heads * count * sum_stride * sizeof(float));
-    for (int64_t i = 0; i < heads * count; i++) softmax(scores + i * width, i % count, sums + i * sum_stride + sum_dim);
+    for (int64_t i = 0; i < heads * count; i++) find_top(i);
     each_run(a.values, {a.keys, end, part.end}, [&](int64_t h, int64_t i, const C* values, int64_t n, Ahead ahead) {
+      const int64_t from = weights_until(i), until = weights_until(i + n);
+      for (int64_t r = 0; from < until && r < count; r++) softmax(h * count + r, from, until);
       times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
       weigh(h, i, values, n, ahead);
     });
@@ -146,10 +149,13 @@ struct Rows {
       Weigh::finish(static_cast<T*>(a.out) + at(h, r) + d, pair_of(own + d), inverse, dim - d);
   }
 
-  // What a visit prefetches while it computes: as many rows as it has, from `near` on to L1, and from `far` on to L2.
+  // What a visit prefetches while it computes: as many rows as it has, from `near` on to L1, and from `far` on to L2,
+  // or half of these from `other` on.
   struct Ahead {
-    const C *near, *far;
-    Ahead operator+(int64_t numbers) const { return {near + numbers, far + numbers}; }
+    const C *near, *far, *other;
+    inline __attribute__((always_inline)) Ahead operator+(int64_t numbers) const {
+      return {near + numbers, far + (numbers >> (STREAMS - 1)), other + (numbers >> (STREAMS - 1))};
+    }
   };
   struct Reading {  // positions of a cache that are read after those of another one
     const void* cache;
@@ -166,10 +172,8 @@ struct Rows {
       const int64_t n = min_of(at_once, min_of(a.block_size - p % a.block_size, end - p));
       const C *const from = at(cache, p), *const next = at(cache, p + n, then),
                      *const after_next = at(cache, p + 2 * n, then);
-      for (int64_t h = 0; h < heads; h++) {
-        const C* const own = from + h * row_of_head;
-        visit(h, p - begin, own, n, Ahead{ahead_of<NEAR>(next, h, n, own), ahead_of<FAR>(after_next, h, n, own)});
-      }
+      for (int64_t h = 0; h < heads; h++)
+        visit(h, p - begin, from + h * row_of_head, n, ahead_of(next, after_next, h, n, from));
       p += n;
     }
   }
@@ -183,16 +187,26 @@ struct Rows {
     return q < then.end ? at(then.cache, q) : nullptr;
   }
 
-  // Where a head's part of a later run begins, or `own`, which is in the cache, if there is no such run. Memory must be
-  // prefetched in its order, a few lines at a time: then the hardware recognises a stream and joins in, and memory is
-  // read a third faster. So the heads of a run prefetch consecutive parts of it, whatever these hold. If the task has
-  // only some of the heads, these are not consecutive and are requested at once; then the result is `own`, too.
+  // What a head prefetches of two later runs; `own`, which is in the cache, in place of a run if there is no such run.
+  // Memory must be prefetched in its order, a few lines at a time: then the hardware recognises a stream and joins in,
+  // and memory is read a third faster, and another tenth if the two halves of a run are two streams. So the heads of a
+  // run prefetch consecutive parts of it or of its halves, whatever these hold.
+  Ahead ahead_of(const C* next, const C* after_next, int64_t h, int64_t n, const C* own) const {
+    const int64_t each = n * row_of_head / STREAMS;
+    const C* const near = part_of<NEAR>(next, h, n, n * row_of_head, own);
+    const C* const far = part_of<FAR>(after_next, h, n, each, own);
+    if (STREAMS == 1 || far == own) return {near, far, far};
+    if (IS_SCALED<C>) prefetch<FAR>(far + (heads + 1) * each - 1, 1);
+    return {near, far, far + heads * each};
+  }
+  // Where a head's part of a run begins, which has `each` numbers. If the task has only some of the heads, their parts
+  // are not consecutive and are requested at once; then the result is `own`, too.
   template <int CACHE>
-  const C* ahead_of(const C* run, int64_t h, int64_t n, const C* own) const {
+  const C* part_of(const C* run, int64_t h, int64_t n, int64_t each, const C* own) const {
     if (!run) return own;
     if (heads == a.num_kv_heads) {
-      if (IS_SCALED<C>) prefetch<CACHE>(run + (h + 1) * n * row_of_head - 1, 1);  // scales take no step of their own
-      return run + h * n * row_of_head;
+      if (IS_SCALED<C>) prefetch<CACHE>(run + (h + 1) * each - 1, 1);  // scales take no step of their own
+      return run + h * each;
     }
     for (int64_t i = 0; i < n; i++) prefetch<CACHE>(run + i * stride + h * row_of_head, row_of_head);
     return own;
@@ -207,7 +221,14 @@ struct Rows {
   static inline __attribute__((always_inline)) void prefetch_part(Ahead ahead) {
     if constexpr (SIZE >= LINE || N % (LINE / SIZE) || i % (LINE / SIZE) == 0) {
       prefetch<NEAR>(ahead.near + i * SIZE, SIZE);
-      prefetch<FAR>(ahead.far + i * SIZE, SIZE);
+      if constexpr (STREAMS == 1) {
+        prefetch<FAR>(ahead.far + i * SIZE, SIZE);
+      } else if constexpr (SIZE <= LINE && N * SIZE % (2 * LINE) == 0) {  // the lines of the parts in turn
+        prefetch<FAR>((i * SIZE / LINE % 2 ? ahead.other : ahead.far) + i * SIZE / LINE / 2 * LINE, 1);
+      } else {  // half of the part each
+        prefetch<FAR>(ahead.far + i * SIZE / 2, SIZE / 2);
+        prefetch<FAR>(ahead.other + i * SIZE / 2, SIZE / 2);
+      }
     }
   }
 
@@ -228,7 +249,7 @@ struct Rows {
     int64_t r = 0;
     for (; r + QUERY_ROWS <= count; r += QUERY_ROWS) {
       score_rows<QUERY_ROWS, SCORED_KEYS>(query + r * query_dim, keys, n, ahead, to + r * width);
-      ahead = {keys, keys};  // prefetched only once
+      ahead = {keys, keys, keys};  // prefetched only once
     }
     switch (count - r) {
       case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
@@ -279,21 +300,34 @@ struct Rows {
     }
   }
 
-  // Turns a row's scores into weights in place. Stores the highest exponent and the sum of the weights.
-  void softmax(float* own, int64_t r, float* top_and_total) {
-    prepare_scores(a, own, width, first[r] - begin, min_of(last[r], end - 1) - begin);
-    const float factor = exponent_factor(a), top = highest_score(own, width) * factor;
-    const vf total = to_weights<T, Weight>(own, width, factor, base_of(top));
+  void find_top(int64_t i) {  // the row's highest exponent
+    float* const own = scores + i * width;
+    prepare_scores(a, own, width, first[i % count] - begin, min_of(last[i % count], end - 1) - begin);
+    tops[i] = highest_score(own, width) * exponent_factor(a);
+  }
+  // Up to where scores are weights before position i is weighed: a single position is multiplied as a pair.
+  int64_t weights_until(int64_t i) const {
+    return i ? min_of(ceil_div(i + Weigh::POSITIONS - 1, PAIR) * PAIR, width) : 0;
+  }
+  // Turns a row's scores of some positions into weights in place, and adds those up. After the last positions, stores
+  // the highest exponent and the sum of the weights. Weights are computed just before they are used, because memory is
+  // not read meanwhile.
+  void softmax(int64_t i, int64_t from, int64_t until) {
+    float *const own = scores + i * width, *const tail = sums + i * sum_stride + sum_dim;
+    Pair totals = pair_of(tail);
+    to_weights<T, Weight>(own, from, until, exponent_factor(a), base_of(tops[i]), totals);
+    store(tail, totals);
+    if (until < width) return;
     // A last single position is multiplied as a pair, so the weight after it must be zero.
     if constexpr (Weigh::POSITIONS > 1) store(reinterpret_cast<Weight*>(own) + width, vf{});
-    top_and_total[0] = top, top_and_total[1] = sum(total);
+    tail[0] = tops[i], tail[1] = sum(totals.first + totals.second);
   }
 
   void weigh(int64_t h, int64_t i, const C* values, int64_t n, Ahead ahead) {
     int64_t r = 0;
     for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) {
       weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, ahead);
-      ahead = {values, values};  // prefetched only once
+      ahead = {values, values, values};  // prefetched only once
     }
     weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, ahead);
   }
@@ -341,90 +375,3 @@ struct Rows {
     });
   }
 };
-
-// Tasks with only some of the heads read memory in small pieces, at half the speed. So heads are only separated if
-// there would be fewer tasks than this otherwise.
-constexpr int64_t MIN_TASKS_PER_THREAD = 2;
-
-// How the rows of all sequences for which `skips` is false are divided. Reading keys and values takes most of the time,
-// so rows that share them are only separated if a thread would have nothing to do otherwise.
-struct RowTasks {
-  const Attend& a;
-  bool (*const skips)(const Attend&, int64_t);
-  int64_t together;               // rows in a part, at most
-  int64_t parts = 0, slices = 0;  // of all sequences; slices of all parts
-  bool by_slices;                 // whether a task is a slice of a part, or the whole part
-  int64_t heads;                  // key/value heads of a task
-
-  RowTasks(const Attend& a, bool (*skips)(const Attend&, int64_t), int64_t num_threads) : a(a), skips(skips) {
-    int64_t row_slices = 0;
-    for (int64_t seq = 0; seq < a.num_seqs; seq++)
-      if (rows_of(seq)) row_slices += rows_of(seq) * RowPart(a, seq, 0, rows_of(seq)).slices();
-    together = max_of(1, min_of(PART_ROWS, row_slices * a.num_kv_heads / num_threads));
-    for (int64_t seq = 0; seq < a.num_seqs; seq++)
-      for (int64_t i = 0; i < parts_of(seq); i++) parts++, slices += part(seq, i).slices();
-    by_slices = parts < num_threads * TASKS_PER_THREAD && slices > parts;
-    const int64_t tasks = num_threads * MIN_TASKS_PER_THREAD;
-    heads = max_of(1, min_of(a.num_kv_heads, (by_slices ? slices : parts) * a.num_kv_heads / tasks));
-  }
-  int64_t rows_of(int64_t seq) const {
-    return skips(a, seq) ? 0 : (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
-  }
-  int64_t parts_of(int64_t seq) const { return ceil_div(rows_of(seq), together); }
-  RowPart part(int64_t seq, int64_t i) const {
-    const int64_t from = i * rows_of(seq) / parts_of(seq), until = (i + 1) * rows_of(seq) / parts_of(seq);
-    return RowPart(a, seq, from, until - from);
-  }
-  RowPart part(int64_t i) const {  // the i-th of all sequences
-    int64_t seq = 0;
-    for (; i >= parts_of(seq); seq++) i -= parts_of(seq);
-    return part(seq, i);
-  }
-  // The sums of the slices if `by_slices`: [slices][Hkv][together][floats_of_row], of a bounded number of parts.
-  int64_t floats_of_slice() const { return a.num_kv_heads * together * floats_of_row(a.head_dim); }
-  size_t bytes() const { return by_slices ? slices * floats_of_slice() * sizeof(float) : 0; }
-};
-
-template <class T, class C>
-void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
-  const RowTasks tasks(a, skips, call_settings.num_threads);
-  const int64_t head_parts = ceil_div(a.num_kv_heads, tasks.heads), row_floats = floats_of_row(a.head_dim);
-  const auto first_head = [&](int64_t i) { return i % head_parts * tasks.heads; };
-  const auto num_heads = [&](int64_t i) { return min_of(tasks.heads, a.num_kv_heads - first_head(i)); };
-  if (!tasks.by_slices)
-    return parallel_for(tasks.parts * head_parts, 1, [&](int64_t i) {
-      Rows<T, C>(a, tasks.part(i / head_parts), first_head(i), num_heads(i)).run();
-    });
-  parallel_for(tasks.slices * head_parts, 1, [&](int64_t i) {
-    int64_t slice = i / head_parts, index = 0;
-    for (; slice >= tasks.part(index).slices(); index++) slice -= tasks.part(index).slices();
-    const RowPart part = tasks.part(index);
-    float* const to = shared + i / head_parts * tasks.floats_of_slice();
-    Rows<T, C>(a, part, first_head(i), num_heads(i)).run_slice(slice, to + first_head(i) * part.count * row_floats);
-  });
-  parallel_for(tasks.parts * a.num_kv_heads, 0, [&](int64_t i) {
-    const int64_t index = i / a.num_kv_heads, head = i % a.num_kv_heads;
-    const RowPart part = tasks.part(index);
-    const float* more = shared + head * part.count * row_floats;
-    for (int64_t before = 0; before < index; before++) more += tasks.part(before).slices() * tasks.floats_of_slice();
-    Rows<T, C> rows(a, part, head, 1);
-    for (int64_t r = 0; r < part.count; r++) {
-      rows.begin_sums(0, r, rows.sums);
-      for (int64_t slice = 0; slice < part.slices(); slice++)
-        add_slice(rows.sums, more + slice * tasks.floats_of_slice() + r * row_floats, rows.sum_dim);
-      rows.finish(0, r, rows.sums);
-    }
-  });
-}
-template <class T>
-void attend(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
-  switch (a.kv_format) {
-    case SCALED_INT8: return attend_as<T, int8_t>(a, skips, shared);
-    case SCALED_E4M3: return attend_as<T, e4m3>(a, skips, shared);
-    default: return attend_as<T, T>(a, skips, shared);
-  }
-}
-// shared: memory of as many bytes as RowTasks says.
-inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
-  a.dtype == FLOAT32 ? attend<float>(a, skips, shared) : attend<bf16>(a, skips, shared);
-}

@@ -37,17 +37,23 @@ inline float highest_score(const float* scores, int64_t count) {
   return highest_of(max(first, second));
 }
 
-// Overwrites scores with weights, and returns the sums of weights. T: what the model computes in.
+// Overwrites the scores of positions [from, until) with weights, and adds the weights to sums. A weight takes no more
+// memory than a score, so no later score is overwritten. T: what the model computes in.
 template <class T, class Weight>
-inline vf to_weights(float* scores, int64_t count, float factor, float base) {
+inline void to_weights(float* scores, int64_t from, int64_t until, float factor, float base, Pair& sums) {
   Weight* const weights = reinterpret_cast<Weight*>(scores);
-  vf first_sums = {}, second_sums = {};
-  for (int64_t k = 0; k < count; k += PAIR) {
+  for (int64_t k = from; k < until; k += PAIR) {
     const vf first = exp2<T>(load(scores + k) * factor - base);
     const vf second = exp2<T>(load(scores + k + LANES) * factor - base);
     store(weights + k, first);
     store(weights + k + LANES, second);
-    first_sums += first, second_sums += second;
+    sums.first += first, sums.second += second;
   }
-  return first_sums + second_sums;
+}
+// All of `count` scores. Returns the sums of weights.
+template <class T, class Weight>
+inline vf to_weights(float* scores, int64_t count, float factor, float base) {
+  Pair sums = {};
+  to_weights<T, Weight>(scores, 0, count, factor, base, sums);
+  return sums.first + sums.second;
 }
