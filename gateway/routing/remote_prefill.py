@@ -146,7 +146,7 @@ class RemotePrefill:
 
 
 def _choose(call: Call, candidate: Candidate, ranked: list[Candidate], now: float) -> Candidate | None:
-    """The prefill deployment that should compute the prompt. None if the candidate should, or none has a free slot."""
+    """The prefill deployment that should compute the prompt. None if the candidate should, or none can in time."""
     if not ranked or call.media is not None or not call.fields.keys().isdisjoint(_WHOLE_PROMPT_FIELDS):
         return None
     deployment, source = candidate.deployment, candidate.block_source
@@ -158,12 +158,14 @@ def _choose(call: Call, candidate: Candidate, ranked: list[Candidate], now: floa
     if work / estimate.prefill_tokens_per_second <= call.policy.routing.remote_prefill_above:
         return None
     free = (one for one in ranked if one.deployment.breaker.would_admit(now) and one.deployment.has_slot)
+    limit_seconds = TTFT_SHARE * call.latency_class.ttft
     # One that has failed a moment ago is not tried again by each call: the decode deployment is the alternative.
-    return next((one for one in free if not one.deployment.is_deprioritised(now)), None)
+    usable = (one for one in free if one.ttft_seconds < limit_seconds and not one.deployment.is_deprioritised(now))
+    return next(usable, None)
 
 
 def _limit_seconds(call: Call, chosen: Candidate) -> float:
-    """How long a prefill may take. A strategy that does not predict the time leaves it the whole share."""
+    """How long a prefill may take. If the strategy does not predict the time (0), it may take the whole share."""
     share = TTFT_SHARE * call.latency_class.ttft
     return min(share, max(LATE_MIN_SECONDS, LATE_FACTOR * chosen.ttft_seconds)) if chosen.ttft_seconds else share
 

@@ -46,7 +46,7 @@ def policy(prefill: str, decode: str, **fields: Any) -> Policy:
     common = {"provider": "vllm", "model": "served"}
     return a_policy(
         deployments=[
-            {"name": "p", "base_url": prefill, "role": "prefill", **common},
+            {"name": "p", "base_url": prefill, "role": "prefill", "prefill_tokens_per_second": "1M", **common},
             {"name": "d", "base_url": decode, "role": "decode", **common},
         ],
         models=[{"name": "m", "deployments": ["p", "d"]}],

@@ -47,13 +47,17 @@ class Seen(Script):
 
 
 def policy(provider: str = "vllm", *, decode: str = "d", prefill: str = "p", **fields: Any) -> Policy:
-    roles = {**dict.fromkeys(prefill, "prefill"), **dict.fromkeys(decode, "decode")}
-    common = {"provider": provider, "model": "served"}
+    """Prefill deployments are fast, and decode deployments have the default of 2,000 tokens per second."""
+    roles = {**dict.fromkeys(prefill, ("prefill", 1_000_000)), **dict.fromkeys(decode, ("decode", 2_000))}
     return a_policy(
-        deployments=[{"name": n, "base_url": f"http://{n}.invalid/v1", "role": r, **common} for n, r in roles.items()],
+        deployments=[
+            {"name": name, "base_url": f"http://{name}.invalid/v1", "provider": provider, "model": "served",
+             "role": role, "prefill_tokens_per_second": rate}
+            for name, (role, rate) in roles.items()
+        ],
         models=[{"name": "m", "deployments": list(roles)}],
         **fields,
-    )
+    )  # fmt: skip
 
 
 def decoding() -> Seen:
@@ -147,7 +151,7 @@ async def test_a_prefill_is_late_after_a_multiple_of_its_predicted_time() -> Non
     call = a_call(chat(LONG[0]["content"]), given)
     rig = Rig(given, p=Seen(ANSWER), d=decoding())
     (ranked,) = PrefixAffinity().order(call, [deployment_named(rig, "p")], 0.0)
-    assert 1.5 < ranked.ttft_seconds < 2.0
+    assert 0.0 < ranked.ttft_seconds < 1.0
     limits = [
         _limit_seconds(call, msgspec.structs.replace(ranked, ttft_seconds=seconds)) for seconds in (0.1, 2.0, 30.0, 0.0)
     ]
@@ -194,6 +198,18 @@ async def test_without_a_free_slot_the_prompt_is_computed_where_the_answer_is() 
     assert (p.opened, rig.outcomes) == (0, [("d", "ok")])
     busy.slots_taken = 0
     assert rig.idle()
+
+
+async def test_a_prefill_that_would_not_be_done_in_time_is_not_begun() -> None:
+    given = policy()
+    slow = given.deployments[0].model_copy(update={"prefill_tokens_per_second": 100})  # 34 s for this prompt
+    given = given.model_copy(update={"deployments": (slow, *given.deployments[1:])})
+    for ttft, prefills in ((60.0, 0), (100.0, 1)):
+        p = Seen(ANSWER)
+        limits = given.classes["realtime"].model_copy(update={"ttft": ttft})
+        rig = Rig(given.model_copy(update={"classes": {**given.classes, "realtime": limits}}), p=p, d=decoding())
+        await rig.chunks(messages=LONG)
+        assert p.opened == prefills
 
 
 async def test_a_prefill_deployment_never_answers() -> None:
