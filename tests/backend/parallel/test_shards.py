@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError
 from backend.models.config import ModelConfig
+from backend.parallel.limits import check_devices, devices_of_ranks
 from backend.parallel.shards import Shards, check_divisible
 from tests.backend.checkpoints import CHECKPOINTS, build_model, save
 
@@ -80,6 +81,14 @@ def test_options_that_do_not_work(options: dict[str, object], named: str, tmp_pa
     save(build_model("llama"), tmp_path)
     with pytest.raises(ConfigError, match=named):
         EngineConfig(model_dir=tmp_path, tensor_parallel_size=64, **options).resolve()  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_devices(torch.device("cuda", 2), 2)
+    assert devices_of_ranks(torch.device("cuda", 2), 2) == [torch.device("cuda", 2), torch.device("cuda", 3)]
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4 needs 4 GPUs from cuda:2 on, not 2"):
+        check_devices(torch.device("cuda", 2), 4)
 
 
 def test_the_size_of_the_cache_counts_all_ranks(checkpoint_dir: Callable[[str], Path]) -> None:
