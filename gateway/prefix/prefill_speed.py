@@ -17,6 +17,9 @@ after `HALF_LIFE_SECONDS` of busy time. The policy's guess counts as one prompt 
 costs nothing. Attention counts only once it clearly explains what the two other terms cannot. One period that
 contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it by that factor.
 
+A deployment that is never idle is measured in parts of a period. What is partly computed when one ends makes it
+inexact, so parts are as long as what was measured before, within `PART_SECONDS`: a rough speed soon, a good one later.
+
 Deployments that the policy describes as equal share what they measure (`SpeedGroup`): the measurements of the others
 count as up to `GROUP_SECONDS` more.
 
@@ -40,7 +43,7 @@ SURPRISE_FACTOR = 4.0
 OVERHEAD_GUESS_SECONDS = 0.005  # of a prompt
 OVERHEAD_MAX_SECONDS = 1.0
 ATTENTION_MAX = 0.01  # with it, a token takes twice as long if 100 tokens are before it
-PERIOD_MAX_SECONDS = 5.0  # a longer busy period is measured in parts
+PART_SECONDS = (1.0, 5.0)  # a longer busy period is measured in parts: short ones until as many seconds are measured
 MIN_TOKENS = 64  # of a period; fewer measure the network rather than the engine
 SECONDS_MIN = 0.001  # of a period
 ERROR_WEIGHT = 0.1  # of the newest period, in the mean error
@@ -52,7 +55,7 @@ class BusyPeriod(msgspec.Struct, eq=False):
     since: float
     usable: bool = True  # every prompt in it streams, and was computed to its end
     shared: bool = False  # with prompts of other gateways
-    is_whole: bool = True  # the deployment was idle before; False after a part that `PERIOD_MAX_SECONDS` ended
+    is_whole: bool = True  # the deployment was idle before; False after a part that `PART_SECONDS` ended
     is_accounted: bool = True  # the computed tokens of all its prompts are known so far
     seconds: float = 0.0  # its length, once it has ended; 0 before
     prompts: int = 0  # whose first chunk arrived in it
@@ -142,6 +145,10 @@ class PrefillSpeed:
         """False: the speed is the policy's guess."""
         return self.measured is not NOTHING_OF_THREE or (self.group is not None and self.group.sums.seconds > 0)
 
+    def _measured_seconds(self) -> float:
+        """In how many seconds the speed was measured, here or at equal deployments; older ones count less."""
+        return self.measured.seconds if self.group is None else self.group.sums.seconds
+
     # -- busy periods ----------------------------------------------------------------------------------------------
 
     def sent(self, now: float, *, usable: bool, shared: bool) -> None:
@@ -175,8 +182,8 @@ class PrefillSpeed:
             return None
         period.prompts += 1
         period.pending += 1
-        if idle or now - period.since > PERIOD_MAX_SECONDS:
-            seconds = now - period.since
+        seconds = now - period.since
+        if idle or (seconds > PART_SECONDS[0] and seconds > min(PART_SECONDS[1], self._measured_seconds())):
             period.seconds = seconds if seconds > SECONDS_MIN else SECONDS_MIN
             # Prompts that are still computed count for the next period, although it has only their last part.
             self._period = None if idle else BusyPeriod(now, usable, shared, is_whole=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from gateway.prefix.prefill_speed import MIN_TOKENS, PERIOD_MAX_SECONDS, PrefillSpeed, SpeedGroup
+from gateway.prefix.prefill_speed import MIN_TOKENS, PART_SECONDS, PrefillSpeed, SpeedGroup
 
 RATE, OVERHEAD = 8000.0, 0.02
 
@@ -136,11 +137,27 @@ def test_a_long_period_is_measured_in_parts() -> None:
     speed.sent(now, usable=True, shared=False)
     for _ in range(100):
         speed.sent(now, usable=True, shared=False)
-        now += PERIOD_MAX_SECONDS / 4
+        now += PART_SECONDS[1] / 4
         period = speed.first_chunk(now, idle=False, usable=True, shared=False)
         assert period is not None
-        speed.account(period, tokens := RATE * PERIOD_MAX_SECONDS / 4, tokens)
+        speed.account(period, tokens := RATE * PART_SECONDS[1] / 4, tokens)
     assert speed.tokens_per_second == pytest.approx(RATE, rel=0.1)
+
+
+def test_parts_of_a_period_are_short_until_something_is_measured() -> None:
+    speed, now, ends = PrefillSpeed(1_000), 0.0, list[float]()
+    speed.sent(now, usable=True, shared=False)
+    while now < 60.0:
+        now += 0.25
+        period = speed.first_chunk(now, idle=False, usable=True, shared=False)
+        assert period is not None
+        speed.account(period, tokens := RATE * 0.25, tokens)
+        if period.seconds:
+            ends.append(now)
+    lengths = [end - start for start, end in itertools.pairwise((0.0, *ends))]
+    assert lengths[0] == pytest.approx(PART_SECONDS[0], abs=0.25)
+    assert lengths[-1] == pytest.approx(PART_SECONDS[1], abs=0.25)
+    assert all(one <= other for one, other in itertools.pairwise(lengths))
 
 
 def test_a_spoilt_period_teaches_nothing() -> None:
