@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 import zmq
@@ -51,6 +52,9 @@ from backend.server.kv_transfer_metrics import KvTransferMetrics
 from backend.server.metrics import ServerMetrics
 from backend.server.model import load_model
 from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
+
+if TYPE_CHECKING:
+    from backend.server.images import ImageLoader
 
 DEMO_NAME = "warmpath-demo"
 DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
@@ -146,7 +150,22 @@ def load(args: argparse.Namespace) -> ServerComponents:
         adapters=_load_adapters(args, loaded, model.name),
         updates_adapters=args.allow_runtime_lora_updating,
         kv_transfer=_kv_transfer(args, engine, metrics, model.name),
+        images=_image_loader(args, loaded),
     )
+
+
+def _image_loader(args: argparse.Namespace, engine: Engine) -> ImageLoader | None:
+    """What loads images of requests. None if the model reads text alone. Raises StartError."""
+    if engine.images is None:
+        return None
+    try:
+        images = import_module("backend.server.images")  # only now: other models do not need Pillow
+    except ImportError as error:
+        raise StartError(
+            f"images need the package pillow; without it, add --limit-mm-per-prompt '{{\"image\": 0}}': {error}"
+        ) from error
+    loader: ImageLoader = images.create_loader(engine.images, args.limit_mm_per_prompt, args.allowed_media_domains)
+    return loader
 
 
 def _kv_transfer(
@@ -257,6 +276,8 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         "draft_model_dir": args.draft_model and resolve_model(args.draft_model)[0],
         "kv_host_bytes": args.kv_host_bytes,
         "kv_host_dir": args.kv_host_dir,
+        "min_image_pixels": args.mm_processor_kwargs.get("min_pixels"),
+        "max_image_pixels": args.mm_processor_kwargs.get("max_pixels"),
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return EngineConfig(
@@ -270,6 +291,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         wait_for_kernels=args.wait_for_kernels,
         tensor_parallel_size=args.tensor_parallel_size,
         hf_overrides=args.hf_overrides,
+        reads_images=args.limit_mm_per_prompt > 0,
         **chosen,
     )
 

@@ -18,6 +18,7 @@ from backend.kv_cache import KV_FORMATS
 from backend.kv_transfer.peers import PeerRule, parse_rule
 from backend.quantization import QUANTIZATIONS
 
+DEFAULT_MAX_IMAGES = 16  # of a request
 DEMO = "demo"  # the value of --model that selects the bundled model
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_cache(parser)
     _add_scheduling(parser)
     _add_lora(parser)
+    _add_images(parser)
     _add_formats(parser)
     _add_process(parser)
     return parser
@@ -214,6 +216,34 @@ def _add_lora(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for images in prompts, named as in vLLM."""
+    add = parser.add_argument
+    add(
+        "--limit-mm-per-prompt",
+        type=_image_limit,
+        default=DEFAULT_MAX_IMAGES,
+        metavar="JSON",
+        help='maximum images of a request, as {"image": N}; 0: the image encoder is not loaded '
+        f'(default: {{"image": {DEFAULT_MAX_IMAGES}}})',
+    )
+    add(
+        "--mm-processor-kwargs",
+        type=_image_sizes,
+        default={},
+        metavar="JSON",
+        help="`min_pixels` and `max_pixels` to which images are scaled; fewer pixels are fewer tokens "
+        "(default: as preprocessor_config.json says)",
+    )
+    add(
+        "--allowed-media-domains",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="hosts from which images may be downloaded by URL, or `*`; never from private addresses (default: none)",
+    )
+
+
 def _add_formats(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the formats of tool calls and reasoning in the model's output."""
     add = parser.add_argument
@@ -278,6 +308,21 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _expected("a JSON object", text)
     return value
+
+
+def _image_limit(text: str) -> int:
+    value = _object(text)
+    limit = value.get("image")
+    if value.keys() != {"image"} or not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise _expected('an object such as {"image": 4}', text)
+    return limit
+
+
+def _image_sizes(text: str) -> dict[str, int]:
+    sizes = _object(text)
+    if not sizes.keys() <= {"min_pixels", "max_pixels"} or not all(type(size) is int for size in sizes.values()):
+        raise _expected("an object with the integers `min_pixels` and `max_pixels`", text)
+    return sizes
 
 
 def _peer(text: str) -> PeerRule:

@@ -316,6 +316,7 @@ class AsyncEngine:
             self.error = self.error or f"{type(error).__name__}: {error}"
             self._engine.scheduler.fail_all()
         finally:
+            self._engine.close()
             with self._changed:
                 self._open = False
                 waiters = self._take_idle_waiters()

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
 from backend.attention.uploads import upload
+from backend.engine.output_rows import find_output_lens, find_sampled
 from backend.engine.plan import ScheduledRequest
 from backend.engine.sampling_batch import NextToken
 from backend.engine.step_adapters import StepAdapters
+from backend.engine.step_images import StepImages
 from backend.engine.token_arrays import NOTHING_UNKNOWN, make_tokens
 
 
@@ -50,6 +52,7 @@ class Batch:
     output_rows: OutputRows | None = None  # None: the hidden states of all tokens are used
     output_lens: tuple[int, ...] = ()  # how many tokens of each sequence are output rows, its last ones
     adapters: StepAdapters | None = None  # None: no sequence uses an adapter
+    images: StepImages | None = None  # None: all tokens are text
 
 
 def make_batch(
@@ -76,9 +79,10 @@ def make_batch(
             block_size=block_size,
         )
 
-    per_token = upload(torch.from_numpy(make_tokens(plan, block_size, unknown)), device)
+    numbers = make_tokens(plan, block_size, unknown)
+    per_token = upload(torch.from_numpy(numbers), device)
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
-    output_lens = _output_lens(plan)
+    output_lens = find_output_lens(plan)
     output_rows = None
     if output_lens != query_lens:
         ends = accumulate(query_lens)
@@ -97,28 +101,5 @@ def make_batch(
         output_rows=output_rows,
         output_lens=output_lens,
         adapters=StepAdapters.of(plan, query_lens, output_lens, device),
+        images=StepImages.of(plan, numbers[1], device),
     )
-
-
-def find_sampled(
-    plan: Sequence[ScheduledRequest], output_lens: Sequence[int]
-) -> tuple[tuple[NextToken, ...], tuple[int, ...], list[int]]:
-    """The tokens to sample, and the `Batch.sampled` and `Batch.sampled_rows` of them.
-
-    One token is sampled after the last known token of each request, and one after each of its drafts.
-    """
-    sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
-    ends = [*accumulate(output_lens)]
-    next_tokens = tuple(NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled)
-    return next_tokens, tuple(i for i, _ in sampled), [ends[i] - n for i, n in sampled]
-
-
-def _output_lens(plan: Sequence[ScheduledRequest]) -> tuple[int, ...]:
-    """How many of each sequence's last tokens have hidden states that are used.
-
-    At least one in all, so that later code need not handle a step without output rows. In a step of decodes, all.
-    """
-    if all(scheduled.num_tokens == 1 for scheduled in plan):
-        return (1,) * len(plan)
-    lens = [s.num_tokens if s.request.needs_all_hidden else s.num_sampled for s in plan]
-    return tuple(lens) if any(lens) else (*lens[:-1], 1)

@@ -19,9 +19,15 @@ from backend.engine.request import Request
 ROOT_HASH = bytes(32)  # the parent of a first block; with an adapter, the hash covers `Adapter.root_hash` instead
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], cache_salt: str = "") -> bytes:
-    """The digest of a full block: its parent's digest, its tokens as little-endian int32, and a first block's salt."""
-    return sha256(parent + struct.pack(f"<{len(token_ids)}i", *token_ids) + cache_salt.encode()).digest()
+def hash_block(parent: bytes, token_ids: Sequence[int], cache_salt: str = "", images: bytes = b"") -> bytes:
+    """The digest of a full block: its parent's digest, its tokens as little-endian int32, and a first block's salt.
+
+    images: what `PromptImages.hashed` has of a block with tokens of images. All of these are the same token.
+    """
+    content = parent + struct.pack(f"<{len(token_ids)}i", *token_ids)
+    if images:
+        content = sha256(b"images " + images + content).digest()
+    return sha256(content + cache_salt.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,9 @@ def extend_hashes(request: Request, num_blocks: int, block_size: int) -> None:
     hashes = request.block_hashes
     for i in range(len(hashes), num_blocks):
         root = request.adapter.root_hash if request.adapter else ROOT_HASH
-        hashes.append(hash_block(hashes[-1] if i else root, *_hashed_content(request, i, block_size)))
+        start = i * block_size
+        images = request.images.hashed(start, start + block_size) if request.images else b""
+        hashes.append(hash_block(hashes[-1] if i else root, *_hashed_content(request, i, block_size), images))
 
 
 def content_of(request: Request, index: int, block_size: int) -> CachedBlock:

@@ -18,6 +18,7 @@ import torch
 from backend.attention import ATTENTIONS
 from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
+from backend.engine.image_options import IMAGE_CACHE_BYTES, encoder_dtype, with_image_options
 from backend.engine.resolved_config import NATIVE, NONE, TRITON, ResolvedConfig
 from backend.engine.speculation import DRAFTERS
 from backend.engine.step_limits import StepLimits, choose_step_limits
@@ -81,6 +82,9 @@ class EngineConfig:
     max_loras: int = 0  # LoRA adapters in memory, for which memory is set aside
     max_lora_rank: int = 16  # of each adapter
     tensor_parallel_size: int = 1  # processes that compute the model together, on a GPU each or on this CPU
+    reads_images: bool = True  # False: the image encoder of a model that has one is not loaded
+    min_image_pixels: int | None = None  # to which images are scaled; None: as preprocessor_config.json says
+    max_image_pixels: int | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # of config.json's fields (model_files/pooling.py)
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class EngineConfig:
             "kv_host_bytes",
             "max_lora_rank",
             "tensor_parallel_size",
+            "min_image_pixels",
+            "max_image_pixels",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
@@ -142,6 +148,7 @@ class EngineConfig:
 
     def _resolve(self) -> ResolvedConfig:
         model = ModelConfig.load(self.model_dir, self.hf_overrides)
+        model = with_image_options(model, self.reads_images, self.min_image_pixels, self.max_image_pixels)
         draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
         device = _device(self.device)
@@ -274,6 +281,9 @@ class EngineConfig:
             open_model_files(model_dir).weights_bytes(dtype, bits, stays_quantized=stays_quantized)
             for model_dir in model_dirs
         )
+        if model.vision:
+            weights += open_model_files(self.model_dir).image_encoder_bytes(encoder_dtype(device, dtype))
+            free -= IMAGE_CACHE_BYTES
         free -= weights + self.max_loras * lora_bytes(model, self.max_lora_rank, dtype.itemsize)
         if device.type == "cuda":
             return max(0, int(free * GPU_KV_CACHE_FRACTION))

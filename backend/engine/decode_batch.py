@@ -17,6 +17,7 @@ from backend.attention.base import AttentionMetadata
 from backend.attention.uploads import upload
 from backend.engine.batch import Batch
 from backend.engine.plan import ScheduledRequest
+from backend.engine.prompt_images import PromptImages
 from backend.engine.request import Request
 from backend.engine.sampling_batch import (
     NextToken,
@@ -65,19 +66,21 @@ class DecodeBatches:
         size, block_size = len(plan), self._block_size
         requests = [scheduled.request for scheduled in plan]
         tables = self._tables.update([request.block_table for request in requests])
+        next_tokens = self._tokens.of(requests)
         tokens = np.empty((3, size), np.int64)  # ids, positions and slots
         tokens[0] = [request.token_ids[-1] for request in requests]
-        tokens[1] = positions = np.array([scheduled.start for scheduled in plan], np.int64)
-        places, offsets = np.divmod(positions, block_size)
+        starts = np.array([scheduled.start for scheduled in plan], np.int64)
+        tokens[1] = starts + self._tokens.position_offsets
+        places, offsets = np.divmod(starts, block_size)
         rows = np.arange(size)
         tokens[2] = tables[rows, places].astype(np.int64) * block_size + offsets
-        ones, kv_lens = (1,) * size, positions + 1
+        ones, kv_lens = (1,) * size, starts + 1
         ids, positions_, slots = self._tensor(tokens).unbind()
         return Batch(
             input_ids=ids,
             positions=positions_,
             slot_mapping=slots,
-            next_tokens=self._tokens.of(requests),
+            next_tokens=next_tokens,
             sampled=tuple(range(size)),
             sampled_rows=self._tensor(rows),
             attention=AttentionMetadata(
@@ -110,6 +113,7 @@ class SameTokens:
         self.are_plain_or_penalised = False  # each token depends on logits, temperature, filters and penalties alone
         self.are_greedy = False  # and is the argmax of unchanged logits
         self.have_adapters = False
+        self.position_offsets: NDArray[np.int64] | int = 0  # between the positions and the indexes of tokens
 
     def of(self, requests: list[Request]) -> tuple[NextToken, ...]:
         """The next token of each request."""
@@ -122,6 +126,8 @@ class SameTokens:
             self._noise = Noise([requests[row].seed for row in self._rows])
             self.are_greedy = not self._rows and all(each.is_plain and not each.grammar for each in requests)
             self.have_adapters = any(request.adapter for request in requests)
+            images = [request.images for request in requests]
+            self.position_offsets = _position_offsets(images) if any(images) else 0
         return self._tokens
 
     def sampling(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> SamplingBatch:
@@ -138,6 +144,10 @@ class SameTokens:
             noise = self._noise.at(positions if is_all else [positions[row] for row in self._rows])
             self._random = RandomRows(random.rows, random.temperature, noise.to(device), random.filters)
         return SamplingBatch(self._random, self._penalties, None, None)
+
+
+def _position_offsets(images: Sequence[PromptImages | None]) -> NDArray[np.int64]:
+    return np.array([each.position_offset(each.end) if each else 0 for each in images], np.int64)
 
 
 class Noise:

@@ -21,6 +21,7 @@ from backend.engine.engine_stats import EngineStats, collect_stats
 from backend.engine.errors import RequestRefused
 from backend.engine.graph_runner import create_runner
 from backend.engine.host_tier import HostTier
+from backend.engine.image_encoder import ImageEncoder
 from backend.engine.interruption import Interruption, do_nothing
 from backend.engine.kv_memory import HostSlots
 from backend.engine.lookahead import plan_ahead
@@ -33,8 +34,9 @@ from backend.engine.scheduler import Scheduler
 from backend.engine.speculation import create_drafter
 from backend.engine.speculation.speculator import Speculator
 from backend.engine.thread_tuner import ThreadTuner, create_tuner
+from backend.engine.waiting import wait_for_input
 
-MASK_WAIT_SECONDS = 0.002  # while no request can advance; commands of other requests are executed after it
+INPUT_WAIT_SECONDS = 0.002  # while no request can advance; commands of other requests are executed after it
 
 
 class Engine:
@@ -48,6 +50,7 @@ class Engine:
         self.runner = runner
         self.speculator = speculator or Speculator(scheduler)
         self.interruption = Interruption()
+        self.images: ImageEncoder | None = None  # optional: for models that read images (image_encoder.py)
         self._tuner: ThreadTuner | None = None
         self._integrity_ok = True
         self._integrity_checks = 0
@@ -56,6 +59,7 @@ class Engine:
     def load(cls, config: EngineConfig, listener: BlockListener | None = None) -> Engine:
         """Loads the weights and allocates the KV cache. Raises `ConfigError`, `UnsupportedModel` or `WeightsError`."""
         resolved = config.resolve()
+        images = ImageEncoder(resolved) if resolved.model.vision else None
         runner = create_runner(resolved)
         tier = None
         if resolved.num_host_blocks:
@@ -72,6 +76,7 @@ class Engine:
         speculator = Speculator(scheduler, create_drafter(resolved), resolved.max_draft_tokens)
         engine = cls(resolved, scheduler, runner, speculator)
         engine._tuner = create_tuner(resolved, engine._use_threads)
+        engine.images = images
         return engine
 
     def step(self, on_launch: Callable[[], None] = do_nothing) -> list[StepOutput]:
@@ -82,9 +87,11 @@ class Engine:
         if self._tuner:
             self._tuner.begin_step(on_launch)  # optional: may choose another number of threads (thread_tuner.py)
         plan = self.speculator.extend(self.scheduler.schedule())
-        if not plan:  # optional: every running request waits for the mask of its grammar (masks.py)
+        if self.images:
+            self.images.encode_next()  # optional: on a GPU, one image whose tokens a later step computes
+        if not plan:  # optional: every running request waits for its grammar's mask or an image (waiting.py)
             on_launch()
-            self.scheduler.wait_for_mask(MASK_WAIT_SECONDS)
+            wait_for_input(self.scheduler.running, INPUT_WAIT_SECONDS)
             return []
         # Optional: on a GPU, the next step starts before this one is read (lookahead.py).
         next_plan = plan_ahead(self.scheduler, plan) if self.runner.uses_lookahead else ()
@@ -157,6 +164,11 @@ class Engine:
         self._integrity_checks += 1
         self.scheduler.pool.check_integrity()
         self._integrity_ok = True
+
+    def close(self) -> None:
+        """Ends the threads of optional parts. No request may be unfinished."""
+        if self.images:
+            self.images.close()
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread."""

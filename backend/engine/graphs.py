@@ -33,6 +33,7 @@ from backend.engine.step_inputs import (
     INPUT_IDS,
     KNOWN,
     NUM_ROWS,
+    POSITIONS,
     SLOTS,
     SOURCES,
     STARTS,
@@ -184,6 +185,7 @@ class DecodeGraphs:
         inputs.write(KNOWN, np.zeros(size, np.int64))
         inputs.write(SOURCES, inputs.place_of(KNOWN) + np.arange(size))
         inputs.write(STARTS, np.zeros(size, np.int64))
+        inputs.write(POSITIONS, np.zeros(size, np.int64))
         inputs.write(SLOTS, np.full(size, block * self._block_size))
         inputs.write(TABLE_PLACES, np.arange(size) * self._width)
         inputs.write(TABLE_BLOCKS, np.full(size, block))
@@ -205,7 +207,7 @@ class DecodeGraphs:
         torch.index_select(inputs.tokens, 0, inputs.row(SOURCES, size), out=input_ids)
         batch = Batch(
             input_ids=input_ids,
-            positions=starts,
+            positions=inputs.row(POSITIONS, size),
             slot_mapping=inputs.row(SLOTS, size),
             next_tokens=(),
             sampled=(),
@@ -224,7 +226,7 @@ class DecodeGraphs:
     def _write_inputs(self, padded: Sequence[ScheduledRequest], unknown: Mapping[str, int]) -> None:
         """Writes the tokens, positions and slots, and the block of each position, which the step adds to its table."""
         block_size, of_known = self._block_size, self._inputs.place_of(KNOWN)
-        known, sources, starts, blocks = [], [], [], []
+        known, sources, starts, positions, blocks = [], [], [], [], []
         for row, scheduled in enumerate(padded):
             request, start = scheduled.request, scheduled.start
             if start < len(request.token_ids):
@@ -234,13 +236,15 @@ class DecodeGraphs:
                 known.append(0)
                 sources.append(unknown[request.request_id])
             starts.append(start)
+            positions.append(start + (request.images.position_offset(start) if request.images else 0))
             blocks.append(request.block_table[start // block_size])
-        positions, block_ids = np.array(starts), np.array(blocks)
-        indexes = positions // block_size
+        places, block_ids = np.array(starts), np.array(blocks)
+        indexes = places // block_size
         self._inputs.write(KNOWN, known)
         self._inputs.write(SOURCES, sources)
-        self._inputs.write(STARTS, positions)
-        self._inputs.write(SLOTS, block_ids * block_size + positions % block_size)
+        self._inputs.write(STARTS, places)
+        self._inputs.write(POSITIONS, positions)
+        self._inputs.write(SLOTS, block_ids * block_size + places % block_size)
         self._inputs.write(TABLE_PLACES, np.arange(len(padded)) * self._width + indexes)
         self._inputs.write(TABLE_BLOCKS, block_ids)
         self._write_tables([scheduled.request.block_table for scheduled in padded], indexes.tolist())

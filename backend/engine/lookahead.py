@@ -53,6 +53,8 @@ def _plan_mixed_ahead(scheduler: Scheduler, plan: Sequence[ScheduledRequest]) ->
         samples = part is not None and part.catches_up
         if request.adapter or request.needs_prompt or (part and part.drafts):
             return ()
+        if request.images and (part.end if part else request.num_computed_tokens) < request.images.end:
+            return ()
         if samples and not request.has_plain_sampling():
             return ()
         if samples and request.num_output_tokens + 1 >= request.sampling.max_tokens:

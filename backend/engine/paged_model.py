@@ -122,7 +122,7 @@ class PagedModel:
         The result is valid until the next call. `is_interrupted` is called before the layers and between them; if it
         returns True, `StepInterrupted` is raised, and some of the batch's slots may already have been written.
         """
-        if self.programs and not batch.adapters and self.programs.fits(batch.attention):
+        if self.programs and not batch.adapters and not batch.images and self.programs.fits(batch.attention):
             return self.programs(batch, is_interrupted)
         raise_if_interrupted(is_interrupted)
         return self._forward(batch, is_interrupted)
@@ -132,7 +132,10 @@ class PagedModel:
             lens = batch.attention.query_lens
             hidden = self._encoder(batch.input_ids, batch.positions, lens, is_interrupted)
             return hidden if batch.output_rows is None else hidden[batch.output_rows.rows]
-        embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
+        embedded, positions = self._model.embedded(batch.input_ids), batch.positions
+        if batch.images:  # the only place where tokens of images differ from text
+            embedded, positions = batch.images.inserted(embedded), batch.images.positions
+        rotations = self._model.rotations(positions)
         adapters, output_adapters = batch.adapters or (None, None)
         attend = self._prepared(batch.attention, is_interrupted)
         context = ForwardContext(rotations, batch.slot_mapping, attend, None, adapters, adapters)

@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata, AttentionWork
-from backend.engine.batch import Batch, find_sampled
+from backend.engine.batch import Batch
 from backend.engine.captured_steps import CapturedSteps, DecodeStep
 from backend.engine.graphs import GraphCapture, capture_or_run
+from backend.engine.output_rows import find_sampled
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
 from backend.engine.resolved_config import ResolvedConfig
+from backend.engine.step_images import has_image_tokens
 from backend.engine.step_inputs import StepInputs
 from backend.engine.token_arrays import NOTHING_UNKNOWN, with_sampled, write_tokens
 
@@ -107,8 +109,9 @@ class PromptGraphs:
         self.steps = CapturedSteps("a step with prompts", sizes, self._capture_size)
 
     def fits(self, plan: Sequence[ScheduledRequest]) -> bool:
-        """Whether there is a graph for this plan."""
-        return len(plan) <= self.max_seqs and sum(scheduled.num_tokens for scheduled in plan) <= self.max_tokens
+        """Whether there is a graph for this plan. There is none for tokens of images."""
+        is_small = len(plan) <= self.max_seqs and sum(scheduled.num_tokens for scheduled in plan) <= self.max_tokens
+        return is_small and not any(map(has_image_tokens, plan))
 
     def run(
         self, plan: Sequence[ScheduledRequest], unknown: Mapping[str, int] = NOTHING_UNKNOWN

@@ -20,6 +20,7 @@ from backend.engine.constraint import Grammar
 from backend.engine.occurrence_counts import OccurrenceCounts
 from backend.engine.outputs import FinishReason, Timing, TokenLogprob
 from backend.engine.pooling import Pooling
+from backend.engine.prompt_images import PromptImages
 from backend.engine.sampling_params import SamplingParams
 
 
@@ -52,6 +53,7 @@ class Request:
     sampling: SamplingParams
     cache_salt: str = ""
     adapter: Adapter | None = None
+    images: PromptImages | None = None  # None: the prompt is text
     priority: int = 0  # lower is scheduled earlier, as in vLLM; above 0 is background work
     pooling: Pooling | None = None
     deadline: float = math.inf  # in seconds since the epoch; a request still unfinished then is ended
@@ -103,6 +105,11 @@ class Request:
         if self.mask_is_late and self.grammar and self.grammar.is_ready():
             self.mask_is_late = False
         return self.mask_is_late
+
+    def num_computable(self, num_tokens: int) -> int:
+        """How many of the next tokens can be computed: those before the first image that is not encoded yet."""
+        images, start = self.images, self.num_computed_tokens
+        return images.num_computable(start, num_tokens, self.priority) if images else num_tokens
 
     @property
     def is_background(self) -> bool:

@@ -127,7 +127,7 @@ class Scheduler:
             if request.awaits_mask:
                 continue
             num_uncomputed = request.num_uncomputed_tokens
-            num_tokens = budget.share(request, num_uncomputed)
+            num_tokens = request.num_computable(budget.share(request, num_uncomputed))
             if not num_tokens or (self._whole_prompts and num_tokens < num_uncomputed):
                 continue
             if not self._grow(request, num_tokens):
@@ -135,13 +135,6 @@ class Scheduler:
             plan.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             budget.spend(request, num_uncomputed, num_tokens)
         return tuple(plan)
-
-    def wait_for_mask(self, seconds: float) -> None:
-        """Waits after an empty plan until the first running request has its grammar's mask or the time is over."""
-        assert self.running, "nothing to do: check has_unfinished before calling step"
-        request = next((request for request in self.running if request.awaits_mask), None)
-        if request and request.grammar:  # otherwise the mask has arrived since the plan was made
-            request.grammar.is_ready(seconds)
 
     def advance(self, plan: Sequence[ScheduledRequest], computed: Sequence[RunnerOutput]) -> list[StepOutput]:
         """Applies the result of a step. A request that has not caught up yet (a chunk of a prompt) has no output."""
@@ -156,6 +149,8 @@ class Scheduler:
             request.mask_is_late = result.is_late  # then the last token is computed again
             request.num_computed_tokens = scheduled.end - len(scheduled.drafts) - result.is_late
             self.cache_full_blocks(request, scheduled.start)
+            if request.images:
+                request.images.release(request.num_computed_tokens)
             if request.pooling:
                 request.pooled = add_pooled(request.pooled, result.pooled)
             request.prompt_logprobs += result.prompt_logprobs

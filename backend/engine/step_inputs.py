@@ -21,10 +21,11 @@ NUM_BUFFERS = 2
 # The rows of the buffer. The host never writes those before KNOWN. From CHOSEN to KNOWN they are adjacent, so that one
 # index selects a sampled token or a known one. Steps with prompts write to two rows in turn: while the tokens of one
 # are still needed, the next one is launched.
-INPUT_IDS, CHOSEN, OF_PROMPTS, OF_OTHER_PROMPTS, KNOWN, SOURCES, STARTS, SLOTS, TABLE_PLACES, TABLE_BLOCKS = range(10)
-UNIFORM, FLAGS, MASK_ROWS = range(10, 13)  # copied only if a token is not the argmax of unchanged logits
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(13, 20)  # and of those, only if they change
-NUM_ROWS = 20
+INPUT_IDS, CHOSEN, OF_PROMPTS, OF_OTHER_PROMPTS, KNOWN, SOURCES, STARTS, POSITIONS, SLOTS, TABLE_PLACES = range(10)
+TABLE_BLOCKS = 10
+UNIFORM, FLAGS, MASK_ROWS = range(11, 14)  # copied only if a token is not the argmax of unchanged logits
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(14, 21)  # and of those, only if they change
+NUM_ROWS = 21
 
 
 class StepInputs:

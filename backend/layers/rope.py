@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +22,16 @@ class RopeTable:
         self._cos = (angles.cos() * scale).to(device)  # [num_positions, dim / 2], float32
         self._sin = (angles.sin() * scale).to(device)
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the cosines and sines of positions [T], each [T, dim / 2]."""
-        return self._ops.gather(self._cos, positions), self._ops.gather(self._sin, positions)
+    def __call__(self, positions: Tensor, sections: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Returns the cosines and sines of positions [T], each [T, dim / 2].
+
+        Positions [3, T] are times, rows and columns. `sections` has the number of frequencies that rotate by each.
+        """
+        if positions.dim() == 1:
+            return self._ops.gather(self._cos, positions), self._ops.gather(self._sin, positions)
+        axes = [table[positions].split([*sections], dim=-1) for table in (self._cos, self._sin)]
+        cos, sin = (torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1) for parts in axes)
+        return cos, sin
 
 
 def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:

@@ -51,12 +51,24 @@ class ModelFiles(ABC):
         """Returns sentence-transformers' modules in their order: each one's type and settings. Empty if not listed."""
         return []
 
+    def image_settings(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Returns config.json, as it is stored, and the settings of the image processor. None: text alone is read."""
+        return None
+
     @abstractmethod
     def tensors(self) -> AbstractContextManager[TensorReaders]:
         """Returns a context manager with a reader of each tensor, under transformers' names.
 
         The readers can be called only inside the `with` block.
         """
+
+    def image_encoder_tensors(self) -> AbstractContextManager[TensorReaders]:
+        """As `tensors`, for the image encoder of a model that has `image_settings`. Their names begin with `visual`."""
+        raise NotImplementedError
+
+    def image_encoder_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the memory that the image encoder's tensors take in this dtype, in bytes."""
+        return 0
 
     @abstractmethod
     def weight_files(self) -> list[Path]:

@@ -16,7 +16,14 @@ from tokenizers import Tokenizer
 from backend.engine.errors import ConfigError, WeightsError
 from backend.model_files.base import ModelFiles, TensorReaders, bytes_of_weights
 from backend.model_files.quantized_checkpoints import plain_readers, plain_shapes
-from backend.model_files.text_part import is_multimodal, language_config, language_tensors, with_outer_module
+from backend.model_files.text_part import (
+    image_encoder_tensors,
+    is_multimodal,
+    language_config,
+    language_tensors,
+    reads_images,
+    with_outer_module,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +39,14 @@ class ModelDirectory(ModelFiles):
     def config(self) -> dict[str, Any]:
         """Reads config.json. For a multimodal model, returns the configuration of its language model."""
         return language_config(_read_object(self.path / "config.json"))
+
+    def image_settings(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Reads preprocessor_config.json, or else processor_config.json, which transformers 5 writes."""
+        config = _read_object(self.path / "config.json")
+        if not reads_images(config):
+            return None
+        processor = self._read_if_present("processor_config.json").get("image_processor") or {}
+        return config, self._read_if_present("preprocessor_config.json") or processor
 
     def generation_config(self) -> dict[str, Any]:
         return self._read_if_present("generation_config.json")
@@ -86,6 +101,17 @@ class ModelDirectory(ModelFiles):
         with ExitStack() as files:
             stored: TensorReaders = {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
             yield plain_readers(self._of_language_model(stored), self._quantization)
+
+    @contextmanager
+    def image_encoder_tensors(self) -> Iterator[TensorReaders]:
+        with ExitStack() as files:
+            stored: TensorReaders = {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
+            yield plain_readers(image_encoder_tensors(stored), self._quantization)
+
+    def image_encoder_bytes(self, dtype: torch.dtype) -> int:
+        with ExitStack() as files:
+            stored = {name: file.get_slice(name).get_shape() for name, file in self._open(files).items()}
+            return bytes_of_weights(plain_shapes(image_encoder_tensors(stored), self._quantization), dtype, None)
 
     def weights_bytes(
         self, dtype: torch.dtype, linear_bits: float | None = None, *, stays_quantized: bool = False

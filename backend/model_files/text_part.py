@@ -1,8 +1,9 @@
 """The language model within a checkpoint that also has an image or sound encoder, under the names of a plain one.
 
 config.json of such a checkpoint names a `...ForConditionalGeneration` architecture, and has the language model's fields
-in `text_config`, or among its own. The tensors have a prefix. The encoder's tensors are not read, so that the model
-answers prompts of text and nothing else.
+in `text_config`, or among its own. The tensors have a prefix. `image_encoder_tensors` selects those of the image
+encoder, for the architectures in `IMAGE_MODELS`. The encoders of other architectures are not read, so that these models
+answer prompts of text and nothing else.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ LANGUAGE_MODELS: Mapping[str, str | Mapping[str, str]] = {
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
 }
+# The architectures whose image encoder the engine implements (backend/models/qwen_vision.py).
+IMAGE_MODELS = frozenset({"Qwen2_5_VLForConditionalGeneration"})
 # Fields beside `text_config` that also hold for the language model.
 _SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
-# With text alone, the three positions that these models rotate by are equal.
+# These models rotate by three positions of a token, which are equal for text. `VisionConfig` has how they are divided.
 _MULTIMODAL_ROPES = ("mrope",)
 
 _ENCODERS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
 )
+_IMAGE_ENCODER = re.compile(r"(model\.)?(?=visual\.)")
 _INNER = re.compile(r"(embed_tokens|layers|norm)\.")
 _RENAMED = (
     (re.compile(r"language_model\.(model|lm_head)\."), r"\1."),
@@ -51,6 +55,11 @@ Value = TypeVar("Value")
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether config.json describes a multimodal model. Only its language model is loaded."""
     return any(name in LANGUAGE_MODELS for name in config.get("architectures") or ())
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Whether config.json describes a model whose image encoder the engine implements."""
+    return any(name in IMAGE_MODELS for name in config.get("architectures") or ())
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +98,11 @@ def _plain_ropes(text: Mapping[str, Any]) -> dict[str, Any]:
 def language_tensors(sources: Mapping[str, Value]) -> dict[str, Value]:
     """Returns what is stored under each name for the language model's tensors, under the names of a plain model."""
     return {_plain_name(name): value for name, value in sources.items() if not _ENCODERS.match(name)}
+
+
+def image_encoder_tensors(sources: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns what is stored under each name for the image encoder's tensors, as `visual.*`."""
+    return {name[found.end() :]: value for name, value in sources.items() if (found := _IMAGE_ENCODER.match(name))}
 
 
 def with_outer_module(sources: Mapping[str, Value]) -> dict[str, Value]:

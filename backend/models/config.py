@@ -29,6 +29,7 @@ from backend.models.rope_config import (
     longest_context,
     read_ropes,
 )
+from backend.models.vision_config import VisionConfig, read_vision
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the name in config.json
@@ -96,6 +97,7 @@ class ModelConfig:
     has_lm_head: bool = True
     latent: LatentConfig | None = None  # of multi-head latent attention; then `head_dim` is the size of a key head
     encoder: EncoderConfig | None = None  # None: a decoder
+    vision: VisionConfig | None = None  # the image encoder; None: the model reads text alone
     classifier: Classifier | None = None  # the head that scores, if there is one; then there is no `lm_head`
 
     @classmethod
@@ -113,11 +115,12 @@ class ModelConfig:
         try:
             encoder = read_encoder(files, raw)
             config = cls.parse(raw) if encoder is None else cls.of_encoder(raw, encoder)
+            vision = read_vision(files)
         except KeyError as error:
             raise ConfigError(f"the configuration of {model_dir} lacks {error}", param="model_dir") from error
         if pooling.classifier and pooling.classifier.token_ids and config.logits_softcap is not None:
             raise UnsupportedModel("final_logit_softcapping is not supported together with a score from tokens' logits")
-        return replace(config, has_lm_head=pooling.generates, classifier=pooling.classifier)
+        return replace(config, has_lm_head=pooling.generates, classifier=pooling.classifier, vision=vision)
 
     @property
     def num_cached_layers(self) -> int:

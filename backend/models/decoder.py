@@ -150,8 +150,12 @@ class Decoder:
         return embedded if self._embedding_scale == 1.0 else self._ops.scale(embedded, self._embedding_scale)
 
     def rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Returns the cosines and sines of positions [T] from each of the model's rope tables, each [T, dim / 2]."""
-        return tuple(rope(positions) for rope in self._ropes)
+        """Returns the cosines and sines of positions from each of the model's rope tables, each [T, dim / 2].
+
+        positions: [T], or [3, T] in a step with images (`RopeTable`).
+        """
+        sections = self._config.vision.rope_sections if self._config.vision else ()
+        return tuple(rope(positions, sections) for rope in self._ropes)
 
     def forward(
         self, embedded: Tensor, cache: list[LayerCache], context: ForwardContext, last: ForwardContext

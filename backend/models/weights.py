@@ -28,12 +28,22 @@ class Checkpoint:
     """Open checkpoint of a model, as a context manager. Methods raise `WeightsError`.
 
     Each tensor can be taken once. `take` converts it to `dtype` on `device`. If the model is divided among processes,
-    each takes its part of a tensor, and shapes are those of parts.
+    each takes its part of a tensor, and shapes are those of parts. With `of_image_encoder`, the tensors are those of
+    the image encoder beside the language model.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, division: Division = WHOLE) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        division: Division = WHOLE,
+        *,
+        of_image_encoder: bool = False,
+    ) -> None:
         self._model_dir = model_dir
         self._division = division
+        self._of_image_encoder = of_image_encoder
         self.dtype = dtype
         self._device = device
         self._files = ExitStack()
@@ -42,7 +52,9 @@ class Checkpoint:
         self._next_report = time.monotonic() + PROGRESS_SECONDS
 
     def __enter__(self) -> Self:
-        self._sources.update(self._files.enter_context(open_model_files(self._model_dir).tensors()))
+        files = open_model_files(self._model_dir)
+        tensors = files.image_encoder_tensors() if self._of_image_encoder else files.tensors()
+        self._sources.update(self._files.enter_context(tensors))
         self._num_tensors = len(self._sources)
         return self
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from backend.attention.base import AttentionMetadata, AttentionWork
 from backend.engine.batch import Batch, OutputRows
 from backend.engine.resolved_config import ResolvedConfig
+from backend.engine.step_images import StepImages
 
 LENGTH = struct.Struct("<I")
 SEND_SECONDS = 60.0  # a process that reads nothing for so long hangs
@@ -91,19 +92,24 @@ class Forward:
     num_tokens: int
     attention: AttentionSizes
     output: tuple[int, AttentionSizes] | None  # of `OutputRows`
+    images: tuple[tuple[int, ...], torch.dtype] | None = None  # the shape and dtype of `StepImages.embeddings`
 
     @staticmethod
     def of(batch: Batch) -> Forward:
         output = batch.output_rows
         sizes = (len(output.rows), AttentionSizes.of(output.attention)) if output else None
-        return Forward(len(batch.input_ids), AttentionSizes.of(batch.attention), sizes)
+        embeddings = batch.images.embeddings if batch.images else None
+        images = None if embeddings is None else (tuple(embeddings.shape), embeddings.dtype)
+        return Forward(len(batch.input_ids), AttentionSizes.of(batch.attention), sizes, images)
 
     def shapes(self) -> list[Shape]:
-        of_tokens: list[Shape] = [((self.num_tokens,), torch.int64)] * 3
-        if self.output is None:
-            return [*of_tokens, *self.attention.shapes()]
-        num_rows, attention = self.output
-        return [*of_tokens, *self.attention.shapes(), ((num_rows,), torch.int64), *attention.shapes()]
+        shapes: list[Shape] = [((self.num_tokens,), torch.int64)] * 3 + self.attention.shapes()
+        if self.images:
+            shapes += [(self.images[0][:1], torch.int64), self.images, ((3, self.num_tokens), torch.int64)]
+        if self.output:
+            num_rows, attention = self.output
+            shapes += [((num_rows,), torch.int64), *attention.shapes()]
+        return shapes
 
     def buffer(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Memory for the tensors of the batch: as one tensor of bytes, and each tensor as a view of it."""
@@ -122,7 +128,8 @@ class Forward:
         tensors = iter(views)
         ids, positions, slots = next(tensors), next(tensors), next(tensors)
         attention = self.attention.make(tensors, block_size)
-        batch = Batch(ids, positions, slots, (), (), slots[:0], attention)
+        images = StepImages(next(tensors), next(tensors), next(tensors)) if self.images else None
+        batch = Batch(ids, positions, slots, (), (), slots[:0], attention, images=images)
         if self.output is None:
             return batch
         rows = next(tensors)
@@ -132,6 +139,7 @@ class Forward:
 def tensors_of(batch: Batch) -> list[Tensor]:
     """The tensors of a batch, in the order of `Forward.shapes`."""
     tensors = [batch.input_ids, batch.positions, batch.slot_mapping, *_tensors_of(batch.attention)]
+    tensors += batch.images or ()
     if output := batch.output_rows:
         tensors += [output.rows, *_tensors_of(output.attention)]
     return tensors

@@ -80,6 +80,8 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
                 adapters.close()
             if transfer is not None and transfer.loader is not None:
                 transfer.loader.close()
+            if components.images is not None:
+                components.images.close()
             components.executor.shutdown(wait=False, cancel_futures=True)
             components.grammar_queue.close()
             components.model.grammars.close()

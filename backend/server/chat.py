@@ -64,7 +64,8 @@ class ChatCompletionsEndpoint(Endpoint):
         `size_bytes` is the size of the request's body.
         """
         model = self._components.model
-        prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request))
+        images = await self._components.load_images(request.messages)
+        prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request, images))
         grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):
             grammar = await self._components.grammar_queue.run(
@@ -88,6 +89,7 @@ class ChatCompletionsEndpoint(Endpoint):
             include_stop_string=request.shows_stop,
             continues_prompt=bool(request.continue_final_message),
             cache_salt=request.cache_salt or "",
+            images=prompt.images,
             adapter=adapter,
             priority=request.priority or 0,
             block_source=block_source(self._components.kv_transfer, request),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from backend.engine.async_engine import AsyncEngine, OutputStream
 from backend.engine.errors import ContextTooLong, EngineError, QueueFull, RequestRefused
+from backend.engine.image_encoder import EncoderImage
 from backend.engine.request import Request
 from backend.layers.lora import LoraAdapter
 from backend.server.adapters import ServedAdapters
@@ -18,10 +19,14 @@ from backend.server.errors import ApiError, ContextLengthError, EngineDead, Inva
 from backend.server.grammar_queue import GrammarQueue
 from backend.server.kv_events import KVEventPublisher
 from backend.server.kv_transfer import KvTransfer
+from backend.server.messages import Message, image_parts
 from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel
 from backend.server.tracing import Tracer
 from backend.server.usage_records import UsageRecords
+
+if TYPE_CHECKING:
+    from backend.server.images import ImageLoader  # imports Pillow
 
 # Bodies up to this size are rendered and tokenised on the event loop, which takes about half a millisecond at most.
 # Larger ones are processed in a thread, so that streams of other requests do not stall.
@@ -49,6 +54,7 @@ class ServerComponents:
     adapters: ServedAdapters | None = None
     updates_adapters: bool = False  # whether there are endpoints that load and unload adapters
     kv_transfer: KvTransfer | None = None
+    images: ImageLoader | None = None  # None: the model reads text alone
 
     def check_model(self, name: str | None) -> LoraAdapter | None:
         """Returns the adapter of this name, or None if `name` is the served model or None. Raises ModelNotFound."""
@@ -68,6 +74,14 @@ class ServerComponents:
     def max_sequences(self) -> int:
         """Maximum number of running and waiting sequences. The engine never accepts a request with more sequences."""
         return self.max_num_seqs + self.max_waiting
+
+    async def load_images(self, messages: Sequence[Message]) -> list[EncoderImage]:
+        """Loads the images of a chat. Raises ApiError, and InvalidRequest if the model reads text alone."""
+        if self.images:
+            return await self.images.load(messages)
+        for path, _ in image_parts(messages):
+            raise InvalidRequest("This model does not read images.", param=path)
+        return []
 
     async def prepare(self, size_bytes: int, work: Callable[[], T]) -> T:
         """Runs `work`, which renders and tokenises a prompt. Runs it in a thread if the body is large."""

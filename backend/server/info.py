@@ -67,6 +67,10 @@ class InfoEndpoints:
             "root": adapters.path_of(adapter) if adapters and adapter else model.root,
             "parent": model.name if adapter else None,
             "max_model_len": model.max_model_len,
+            "architecture": {  # as OpenRouter names it
+                "input_modalities": ["text", "image"] if self._components.images else ["text"],
+                "output_modalities": ["text"],
+            },
         }
 
 

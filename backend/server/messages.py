@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,23 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     cache_control: Any = None
 
 
-Content = str | list[TextPart]
+class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    detail: str | None = None  # accepted: an image's tokens depend on its size alone, as in vLLM
+
+
+class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl | str
+    prompt_cache_breakpoint: Any = None
+    cache_control: Any = None
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+TextContent = str | list[TextPart]
+Content = str | list[TextPart | ImagePart]
 
 
 class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,13 +67,13 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role"
 
 
 class SystemMessage(_Message, frozen=True, tag="system"):
-    content: Content
+    content: TextContent
 
 
 class DeveloperMessage(_Message, frozen=True, tag="developer"):
     """System message under OpenAI's newer name, `developer`."""
 
-    content: Content
+    content: TextContent
 
 
 class UserMessage(_Message, frozen=True, tag="user"):
@@ -70,7 +86,7 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
     Fields of a response that do not affect the prompt are accepted.
     """
 
-    content: Content | None = None
+    content: TextContent | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -89,6 +105,14 @@ class ToolMessage(_Message, frozen=True, tag="tool", kw_only=True):
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, ImagePart]]:
+    """Yields the images of a conversation in their order, each with the path of its field."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                yield f"messages[{i}].content[{j}].image_url", part
 
 
 def num_tool_calls(messages: Sequence[Message]) -> int:

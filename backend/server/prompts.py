@@ -12,8 +12,19 @@ from typing import Any, Literal
 
 import msgspec
 
+from backend.engine.image_encoder import EncoderImage
+from backend.engine.prompt_images import PromptImages
 from backend.server.errors import InvalidRequest
-from backend.server.messages import BREAKPOINT, AssistantMessage, Content, Message, ToolMessage
+from backend.server.messages import (
+    BREAKPOINT,
+    AssistantMessage,
+    Content,
+    ImagePart,
+    Message,
+    TextContent,
+    TextPart,
+    ToolMessage,
+)
 from backend.server.model import ServedModel
 from backend.server.requests import ChatRequest, TruncationFields
 from backend.server.templates import ChatTemplate, TemplateError
@@ -33,6 +44,7 @@ class ChatPrompt:
 
     text: str
     token_ids: list[int]
+    images: PromptImages | None = None  # None: the prompt is text
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +74,8 @@ def prompt_truncator(
     return PromptTruncator(max_tokens, fields.truncation_side or side)
 
 
-def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
-    """Renders a chat with the chat template and encodes it.
+def chat_prompt(model: ServedModel, request: ChatRequest, images: Sequence[EncoderImage] = ()) -> ChatPrompt:
+    """Renders a chat with the chat template and encodes it. `images`: those of its messages, in their order.
 
     Raises InvalidRequest if the template rejects the messages, or if the request has `tools`, `reasoning_effort` or
     `documents` and the template would ignore them.
@@ -94,7 +106,35 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
     else:
         token_ids = model.codec.encode_chat(text, request.cache_salt or "")
     truncate = prompt_truncator(model, request, model.max_model_len - (request.limit or 1), "left")
+    if images:
+        if truncate:
+            raise InvalidRequest("Prompts with images cannot be truncated.", param="truncate_prompt_tokens")
+        return ChatPrompt(text, *with_image_tokens(token_ids, images))
     return ChatPrompt(text, truncate(token_ids) if truncate else token_ids)
+
+
+def with_image_tokens(token_ids: Sequence[int], images: Sequence[EncoderImage]) -> tuple[list[int], PromptImages]:
+    """Repeats the token that stands for an image as often as the image has tokens. Also returns where the images are.
+
+    Raises InvalidRequest unless the prompt has one such token for each image.
+    """
+    expanded: list[int] = []
+    placed: list[tuple[EncoderImage, int]] = []
+    remaining = iter(images)
+    num_found = token_ids.count(image_token := images[0].token_id)
+    if num_found != len(images):
+        raise InvalidRequest(
+            f"The chat template makes a prompt with {num_found} places for {len(images)} images. The text must not "
+            "contain the token that stands for an image.",
+            param="messages",
+        )
+    for token_id in token_ids:
+        if token_id == image_token:
+            placed.append((image := next(remaining), len(expanded)))
+            expanded += [token_id] * (image.rows * image.columns)
+        else:
+            expanded.append(token_id)
+    return expanded, PromptImages(placed)
 
 
 def render_chat(
@@ -123,6 +163,8 @@ def render_chat(
 def _mark_end(content: str | list[Json]) -> str | list[Json]:
     if isinstance(content, str):
         return content + _CONTINUE_HERE
+    if "text" not in content[-1]:
+        raise InvalidRequest("The final message ends with an image.", param="continue_final_message")
     return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_HERE}]
 
 
@@ -207,10 +249,15 @@ def _plain_message(message: Message, template: ChatTemplate, keeps_developer: bo
     return plain
 
 
-def _plain_content(content: Content | None, role: str, template: ChatTemplate) -> str | list[Json]:
+def _plain_content(content: Content | TextContent | None, role: str, template: ChatTemplate) -> str | list[Json]:
     if isinstance(content, str):
         return content
-    texts = [part.text for part in content or ()]
+    if any(isinstance(part, ImagePart) for part in content or ()):
+        return [
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+            for part in content or ()
+        ]
+    texts = [part.text for part in content or () if isinstance(part, TextPart)]
     if len(texts) > 1 and template.accepts_parts(role):
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)  # vLLM does the same for templates that expect a string

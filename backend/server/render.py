@@ -91,7 +91,7 @@ def _generate_requests(request_id: str, model: str, request: GenerationRequest, 
         {
             "request_id": request_id,
             "token_ids": token_ids,
-            "features": None,
+            "features": _features(task),
             "sampling_params": params,
             "model": model,
             "stream": bool(request.stream),
@@ -102,3 +102,14 @@ def _generate_requests(request_id: str, model: str, request: GenerationRequest, 
         }
         for token_ids in task.prompts
     ]
+
+
+def _features(task: GenerationTask) -> Json | None:
+    """Returns vLLM's description of a prompt's images: which they are, and where their tokens are. No pixels."""
+    if task.images is None:
+        return None
+    placed = task.images.images
+    return {
+        "mm_hashes": {"image": [each.image.digest.hex() for each in placed]},
+        "mm_placeholders": {"image": [{"offset": each.start, "length": each.end - each.start} for each in placed]},
+    }

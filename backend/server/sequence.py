@@ -17,6 +17,7 @@ from backend.engine.constraint import Constraint
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
 from backend.engine.pooling import Pooling
+from backend.engine.prompt_images import PromptImages
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.kv_transfer.peers import Peer
@@ -44,6 +45,7 @@ class GenerationTask:
     include_stop_string: bool = False
     continues_prompt: bool = False  # whether the output text continues the prompt's text
     cache_salt: str = ""
+    images: PromptImages | None = None  # of the only prompt
     adapter: LoraAdapter | None = None
     priority: int = 0
     pooling: Pooling | None = None
@@ -87,6 +89,7 @@ class LiveSequence:
             sampling,
             cache_salt=task.cache_salt,
             adapter=task.adapter,
+            images=task.images,
             session_id=exchange.session_id,
             priority=task.priority,
             pooling=task.pooling,

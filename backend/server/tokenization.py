@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+from backend.engine.image_encoder import EncoderImage
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.components import ServerComponents
 from backend.server.errors import InvalidRequest
 from backend.server.messages import check_tools
-from backend.server.prompts import render_chat
+from backend.server.prompts import render_chat, with_image_tokens
 from backend.server.request_body import decode_body
 from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_final_message
 
@@ -25,7 +27,8 @@ class TokenizeEndpoint(Endpoint):
         request = decode_body(body, TokenizeRequest)
         check_tools(request.tools)
         self._components.check_model(request.model)
-        tokens = await self._components.prepare(len(body), lambda: self._tokens(request))
+        images = await self._components.load_images(request.messages or ())
+        tokens = await self._components.prepare(len(body), lambda: self._tokens(request, images))
         codec = self._components.model.codec
         payload = {
             "count": len(tokens),
@@ -35,7 +38,7 @@ class TokenizeEndpoint(Endpoint):
         }
         await exchange.respond(responses.encode(payload))
 
-    def _tokens(self, request: TokenizeRequest) -> list[int]:
+    def _tokens(self, request: TokenizeRequest, images: Sequence[EncoderImage]) -> list[int]:
         codec = self._components.model.codec
         if request.prompt is not None and request.messages is None:
             return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
@@ -49,7 +52,8 @@ class TokenizeEndpoint(Endpoint):
                 add_generation_prompt=request.add_generation_prompt is not False,
                 continue_final_message=bool(request.continue_final_message),
             )
-            return codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
+            tokens = codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
+            return with_image_tokens(tokens, images)[0] if images else tokens
         raise InvalidRequest("Exactly one of `prompt` and `messages` is required.", param="prompt")
 
 

@@ -21,6 +21,8 @@ from backend.server.messages import (
     AssistantMessage,
     DeveloperMessage,
     FunctionCall,
+    ImagePart,
+    ImageUrl,
     SystemMessage,
     TextPart,
     ToolCall,
@@ -38,6 +40,8 @@ _MESSAGES: dict[str, type[Struct]] = {
     str(kind.__struct_config__.tag): kind
     for kind in (SystemMessage, DeveloperMessage, UserMessage, AssistantMessage, ToolMessage)
 }
+
+_PARTS: dict[str, type[Struct]] = {str(kind.__struct_config__.tag): kind for kind in (TextPart, ImagePart)}
 
 R = TypeVar("R", bound=Struct)
 
@@ -74,8 +78,10 @@ def _remove_unknown(body: dict[str, Any]) -> Iterator[str]:
         yield from _remove_members(message, kind, path)
         parts, calls = message.get("content"), message.get("tool_calls")
         for j, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict) and part.get("type") == TextPart.__struct_config__.tag:
-                yield from _remove_members(part, TextPart, f"{path}.content[{j}]")
+            if isinstance(part, dict) and (of_part := _PARTS.get(str(part.get("type")))):
+                yield from _remove_members(part, of_part, f"{path}.content[{j}]")
+                if isinstance(url := part.get("image_url"), dict):
+                    yield from _remove_members(url, ImageUrl, f"{path}.content[{j}].image_url")
         for j, call in enumerate(calls if isinstance(calls, list) else ()):
             if isinstance(call, dict):
                 yield from _remove_members(call, ToolCall, f"{path}.tool_calls[{j}]")

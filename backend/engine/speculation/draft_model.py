@@ -83,6 +83,8 @@ class ModelDrafter(Drafter):
         budget = self._config.max_num_batched_tokens
         plan = []
         for request in requests:
+            if request.images:  # which the draft model cannot read
+                continue
             start = self._num_known(request)
             if num_tokens := min(len(request.token_ids) - start, budget):
                 plan.append(ScheduledRequest(request, start, num_tokens))

@@ -101,6 +101,10 @@ def test_zero_top_logprobs_do_not_require_logprobs() -> None:
         ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
             "messages[0].content[0].type",
         ),
     ],

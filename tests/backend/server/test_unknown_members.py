@@ -54,7 +54,7 @@ def test_they_are_removed_and_named() -> None:
         (MESSAGES, {"x_temperature": 1}, "x_temperature"),
         ([{"role": "robot", "content": "x", "id": 1}], {}, "messages[0].role"),
         ([{"role": "user", "content": 5, "id": 1}], {}, "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}], {}, "messages[0].content[0].type"),
         (["x"], {}, "messages[0]"),
     ],
 )

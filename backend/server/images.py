@@ -1,0 +1,101 @@
+"""Loads the images of a chat: takes them out of `data:` URLs or downloads them, and decodes them for the engine.
+
+Threads of their own do this, so that neither streams nor prompts of other requests wait for it. Every error is a 400
+that names the part of the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import sha256
+from typing import TypeVar
+
+from backend.engine.image_encoder import EncoderImage, ImageEncoder
+from backend.images.decoding import ImageError, data_of_url, decode
+from backend.images.fetching import ImageFetcher
+from backend.models.qwen_vision import image_size
+from backend.server.errors import InvalidRequest, Overloaded
+from backend.server.messages import ImagePart, Message, image_parts
+
+DECODING_THREADS = 2
+FETCHING_THREADS = 8
+FETCH_SECONDS = 5.0  # for the download of an image
+MAX_LOADING = 512  # images of all requests that are being loaded; a request with more of them gets 503
+
+T = TypeVar("T")
+
+
+class ImageLoader:
+    """Loads images for one model. Belongs to the event loop."""
+
+    def __init__(self, encoder: ImageEncoder, max_images: int, fetcher: ImageFetcher | None = None) -> None:
+        """`max_images`: of a request. Without a fetcher, images must be in `data:` URLs."""
+        self.config = encoder.config
+        self._encoder = encoder
+        self._max_images = max_images
+        self._fetcher = fetcher
+        self._num_loading = 0
+        self._decoding = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="decode image")
+        self._fetching = ThreadPoolExecutor(FETCHING_THREADS, thread_name_prefix="fetch image")
+
+    def close(self) -> None:
+        for threads in (self._decoding, self._fetching):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def load(self, messages: Sequence[Message]) -> list[EncoderImage]:
+        """Returns the images of a chat in their order. Raises InvalidRequest or Overloaded."""
+        parts = list(image_parts(messages))
+        if not parts:
+            return []
+        if len(parts) > self._max_images:
+            raise InvalidRequest(
+                f"A request can have at most {self._max_images} images, not {len(parts)}.",
+                param=parts[self._max_images][0],
+            )
+        if self._num_loading + len(parts) > MAX_LOADING:
+            raise Overloaded("Too many images are being loaded.", retry_after_seconds=1)
+        self._num_loading += len(parts)
+        tasks = [asyncio.ensure_future(self._load(path, part)) for path, part in parts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._num_loading -= len(parts)
+
+    async def _load(self, path: str, part: ImagePart) -> EncoderImage:
+        try:
+            if part.url[:5].lower() == "data:":
+                return await _in_thread(self._decoding, lambda: self._image(data_of_url(part.url)))
+            data = await self._fetch(part.url)
+            return await _in_thread(self._decoding, lambda: self._image(data))
+        except ImageError as error:
+            raise InvalidRequest(f"`{path}` {error}.", param=path) from None
+
+    async def _fetch(self, url: str) -> bytes:
+        if self._fetcher is None:
+            raise ImageError(
+                "must be a `data:` URL with base64: this server downloads no images, because its option "
+                "--allowed-media-domains names no hosts"
+            )
+        try:
+            async with asyncio.timeout(self._fetcher.max_seconds):
+                return await _in_thread(self._fetching, partial(self._fetcher.fetch, url))
+        except TimeoutError:
+            raise ImageError(f"cannot be downloaded within {self._fetcher.max_seconds:g} s") from None
+
+    def _image(self, data: bytes) -> EncoderImage:
+        pixels = decode(data, lambda width, height: image_size(width, height, self.config))
+        return self._encoder.image(pixels, sha256(data).digest())
+
+
+def create_loader(encoder: ImageEncoder, max_images: int, allowed_hosts: Sequence[str]) -> ImageLoader:
+    """Creates the loader for a model. Without `allowed_hosts`, no image is downloaded."""
+    return ImageLoader(encoder, max_images, ImageFetcher(allowed_hosts, FETCH_SECONDS) if allowed_hosts else None)
+
+
+async def _in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
