@@ -99,16 +99,14 @@ class RoundedPatches(msgspec.Struct, frozen=True):
     max_tokens: int
 
     def tokens(self, width: int, height: int, detail: str) -> int:
-        columns, rows = max(1, round(width / self.edge)), max(1, round(height / self.edge))
-        if self.min_tokens <= columns * rows <= self.max_tokens:
-            return columns * rows
-        area = width * height / self.edge**2
+        # In pixels and in this order of operations, because the models' processors round the same way.
+        columns, rows = round(width / self.edge), round(height / self.edge)
         if columns * rows > self.max_tokens:
-            shrink = math.sqrt(area / self.max_tokens)
+            shrink = math.sqrt(width * height / (self.max_tokens * self.edge**2))
             columns, rows = (max(1, int(side / shrink / self.edge)) for side in (width, height))
-            return min(columns * rows, self.max_tokens)
-        grow = math.sqrt(self.min_tokens / area)
-        columns, rows = (math.ceil(round(side * grow / self.edge, 6)) for side in (width, height))
+        elif columns * rows < self.min_tokens:
+            grow = math.sqrt(self.min_tokens * self.edge**2 / (width * height))
+            columns, rows = (math.ceil(side * grow / self.edge) for side in (width, height))
         return min(max(columns * rows, self.min_tokens), self.max_tokens)
 
 
