@@ -30,10 +30,12 @@ from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.block_source import with_block_source
 from gateway.routing.upstream import Upstream
-from gateway.types import Call, Usage
+from gateway.types import Call, Operation, Usage
 
 # With these, the decode deployment needs the output of the model for each token of the prompt, so it computes them all.
 _WHOLE_PROMPT_FIELDS = frozenset({"prompt_logprobs", "echo"})
+_FINDS_BY_HASH = frozenset({"warmpath"})  # providers whose blocks can be loaded several times, for any prompt
+_ONE = (b"1", b"null")
 
 LATE_FACTOR = 5.0  # times the predicted time of the prefill and of the prompts before it
 LATE_MIN_SECONDS = 5.0  # a prefill is not late before
@@ -152,6 +154,8 @@ def _choose(call: Call, candidate: Candidate, ranked: list[Candidate], now: floa
     deployment, source = candidate.deployment, candidate.block_source
     if call.native is not None and call.native.api in deployment.config.native_apis:
         return None  # it is sent in the client's API, whose prompt may differ
+    if deployment.config.provider not in _FINDS_BY_HASH and not _is_one_sequence(call):
+        return None
     held_tokens = candidate.matched_tokens if source is None else source.matched_tokens
     estimate = deployment.estimate
     work = estimate.speed.work(held_tokens, call.prompt_tokens_estimate)
@@ -162,6 +166,17 @@ def _choose(call: Call, candidate: Candidate, ranked: list[Candidate], now: floa
     # One that has failed a moment ago is not tried again by each call: the decode deployment is the alternative.
     usable = (one for one in free if one.ttft_seconds < limit_seconds and not one.deployment.is_deprioritised(now))
     return next(usable, None)
+
+
+def _is_one_sequence(call: Call) -> bool:
+    """Whether the answer has one choice, for one prompt. vLLM's params describe the blocks of one sequence.
+
+    Its prefill engine frees them as soon as the first choice has read them.
+    """
+    fields = call.fields
+    if any(bytes(fields[name]) not in _ONE for name in ("n", "best_of") if name in fields):
+        return False
+    return call.operation is Operation.CHAT or bytes(fields.get("prompt", b"")).startswith(b'"')
 
 
 def _limit_seconds(call: Call, chosen: Candidate) -> float:

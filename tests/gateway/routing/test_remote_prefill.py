@@ -21,7 +21,7 @@ from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.remote_prefill import LATE_FACTOR, LATE_MIN_SECONDS, _limit_seconds
 from gateway.routing.route_log import RouteLog, read_routes
 from gateway.routing.router import Router
-from gateway.types import Call, Usage
+from gateway.types import Call, Operation, Usage
 from tests.gateway.calls import a_call, a_policy, chat
 from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, Step, deployment_named, status
 
@@ -108,6 +108,21 @@ async def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_where_the
     rig = Rig(policy(), p=p, d=decoding())
     await rig.chunks(messages=LONG, **field)
     assert p.opened == 0
+
+
+@pytest.mark.parametrize(("provider", "prefills"), [("vllm", 0), ("warmpath", 1)])
+async def test_params_of_one_sequence_do_not_serve_several(provider: str, prefills: int) -> None:
+    fields: list[tuple[dict[str, Any], int]] = [({"n": 3}, prefills), ({"n": 1}, 1), ({}, 1)]
+    for several, expected in fields:
+        p = Seen(ANSWER)
+        await Rig(policy(provider), p=p, d=decoding()).chunks(messages=LONG, **several)
+        assert p.opened == expected
+    given, text = policy(provider), LONG[0]["content"]
+    for prompt, expected in (([text, text], prefills), (text, 1)):
+        rig = Rig(given, p=Seen(ANSWER), d=decoding())
+        call = a_call({"model": "m", "prompt": prompt}, given, operation=Operation.COMPLETION)
+        (candidate,) = rig.router.order(call, 0.0)
+        assert (rig.router.prefill_of(call, candidate, 0.0) is not None) is bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +257,16 @@ async def test_a_failed_decode_deployment_is_replaced_by_another_one() -> None:
     assert await rig.chunks(messages=LONG) == [TEXT, DONE]
     assert rig.outcomes == [("p", "prefilled"), ("d", "status_503"), ("e", "ok")]
     assert e.calls[0].kv_transfer is None, "the params were the first one's, which may have used them"
+
+
+async def test_a_hedge_computes_the_prompt_itself() -> None:
+    p, d, e = Seen(ANSWER), Seen(asyncio.Event()), decoding()
+    hedged = {"realtime": {"hedge": {"after": "1ms", "budget": 1.0}}}
+    rig = Rig(policy(decode="de", classes=hedged), p=p, d=d, e=e)
+    assert await rig.chunks(messages=LONG) == [TEXT, DONE]
+    assert rig.outcomes == [("p", "prefilled"), ("d", "hedge_lost"), ("e", "ok")]
+    assert (p.opened, e.calls[0].kv_transfer) == (1, None)
+    assert rig.idle()
 
 
 async def test_a_client_that_leaves_cancels_the_prefill() -> None:
