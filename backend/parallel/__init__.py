@@ -14,6 +14,9 @@ forward passes on their parts.
     PagedModel.logits:
       announces it                        ----socket----->
       computes its rows of the head       <---group------>  compute their rows
+    a captured step (captures.py):
+      announces its number                ----socket----->
+      replays its graph                   <---group------>  replay their graphs
 
 * **What is divided** (shards.py): each rank has some of the attention heads with their part of the KV cache, a part of
   the width of every MLP and expert, and a part of the vocabulary. If there are fewer key and value heads than ranks,
@@ -25,7 +28,10 @@ forward passes on their parts.
 * **Block tables and slots are the same on all ranks**, so prefix caching, preemption and chunked prefill need nothing
   else.
 * **Faults** (processes.py): a rank that ends for any reason ends the engine with an error that names it. Waits are
-  bounded by START_SECONDS, LOAD_SECONDS and COLLECTIVE_SECONDS. A follower ends when rank 0 ends, however that ends.
+  bounded by START_SECONDS, LOAD_SECONDS, SEND_SECONDS and COLLECTIVE_SECONDS. A follower ends when rank 0 ends, however
+  that ends.
 
-This package imports `engine.paged_model` and the layers. Only `engine.graph_runner` and `engine.config` import it.
+To add a form of weights, add a rule to shards.py. limits.py lists the options that do not work with several ranks. This
+package imports `engine.paged_model` and the layers. `engine.config` imports its limits, and `engine.paged_model` loads
+`leader.py` by name.
 """

@@ -114,6 +114,8 @@ class Followers:
         with self._lock:
             self._closing = True
         self._end_all()
+        if self.group is not None:
+            self.group.abort()  # otherwise NCCL may wait for the followers when this process ends
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(CLOSE_SECONDS)

@@ -81,6 +81,20 @@ async def test_open_streams_end_when_a_rank_is_killed(divided: tuple[Engine, int
     await engine.stop()
 
 
+@pytest.mark.slow
+def test_the_error_names_the_rank_that_ended_first(load: LoadEngine, checkpoint_dir: Callable[[str], Path]) -> None:
+    """The other ranks notice that it is missing, too, but that is not the cause."""
+    engine = load(checkpoint_dir("llama"), tensor_parallel_size=4)
+    pids = sorted(followers(os.getpid()))  # in the order of their starts
+    engine.add(endless())
+    engine.step()
+    os.kill(pids[-1], signal.SIGKILL)
+    with pytest.raises(RankFailed, match=rf"rank 3 of 4 \(process {pids[-1]}\) was ended by SIGKILL"):
+        for _ in range(400):
+            engine.step()
+    wait_until(lambda: not followers(os.getpid()))
+
+
 async def test_an_idle_engine_notices_it_too(divided: tuple[Engine, int]) -> None:
     loaded, pid = divided
     engine = AsyncEngine(loaded)

@@ -216,3 +216,28 @@ def test_a_wrong_value_is_answered_with_what_is_expected(
 
 def test_every_option_has_a_help_text() -> None:
     assert all(action.help for action in build_parser()._actions)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--kv-transfer"], "--kv-transfer"),
+        (["--enable-lora"], "max_loras"),
+        (["--kv-host-bytes", "1000000"], "kv_host_bytes"),
+        (["--speculation", "draft_model", "--draft-model", "demo"], "speculation 'draft_model'"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_work_with_tensor_parallelism(options: list[str], named: str) -> None:
+    result = run("--model", "demo", "--device", "cpu", "--tensor-parallel-size", "2", *options)
+    assert result.returncode == 1
+    assert named in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.e2e
+def test_a_size_that_does_not_divide_the_model() -> None:
+    result = run("--model", "demo", "--device", "cpu", "--tensor-parallel-size", "3")
+    assert result.returncode == 1
+    assert "tensor_parallel_size 3 does not fit this model: 4 attention heads are not a multiple of it" in result.stderr
