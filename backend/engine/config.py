@@ -207,9 +207,12 @@ class EngineConfig:
         return replace(resolved, draft=draft_config)
 
     def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
-        """The memory of one block, on all ranks together: each of these has at least one key/value head."""
+        """The memory of one block, on all ranks together: each of these has at least one key/value head.
+
+        A draft model is on rank 0 only. It is counted for each rank, because all of them have as many blocks.
+        """
         form, ranks = create_kv_format(self.kv_cache_dtype), self.tensor_parallel_size
-        heads = [max(m.num_kv_heads, ranks) for m in models]
+        heads = [max(models[0].num_kv_heads, ranks), *(ranks * draft.num_kv_heads for draft in models[1:])]
         num_values = sum(
             2 * m.num_cached_layers * n * form.width(m.head_dim) for m, n in zip(models, heads, strict=True)
         )
@@ -277,9 +280,10 @@ class EngineConfig:
         is_native = _member("ops", self.ops, plain="reference", device=device) == NATIVE
         is_divided = self.tensor_parallel_size > 1  # then blocks of numbers would have to be cut
         stays_quantized = is_native and bits is None and dtype is torch.bfloat16 and not is_divided
+        counts = (1, self.tensor_parallel_size)  # as in `_block_bytes`
         weights = sum(
-            open_model_files(model_dir).weights_bytes(dtype, bits, stays_quantized=stays_quantized)
-            for model_dir in model_dirs
+            count * open_model_files(model_dir).weights_bytes(dtype, bits, stays_quantized=stays_quantized)
+            for count, model_dir in zip(counts, model_dirs, strict=False)
         )
         if model.vision:
             weights += open_model_files(self.model_dir).image_encoder_bytes(encoder_dtype(device, dtype))

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 def refuse_undivided(config: EngineConfig) -> None:
     """Raises `ConfigError` for an option that needs the whole model or the whole KV cache in one process."""
     refused = {
-        f"speculation {config.speculation!r}": config.draft_model_dir is not None,
         "max_loras": config.max_loras > 0,
         "kv_host_bytes": config.kv_host_bytes is not None,
     }

@@ -70,7 +70,6 @@ def test_models_that_cannot_be_divided(changes: dict[str, object], size: int, re
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"speculation": "draft_model", "draft_model_dir": Path("draft")}, "speculation 'draft_model'"),
         ({"max_loras": 1}, "max_loras"),
         ({"kv_host_bytes": 1 << 20}, "kv_host_bytes"),
         ({"device": "cuda"}, "this machine has no device 'cuda'|needs 64 GPUs"),

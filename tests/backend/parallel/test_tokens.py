@@ -129,6 +129,19 @@ def test_quantized_weights(quantization: str, tmp_path: Path, load: LoadEngine) 
 
 
 @pytest.mark.slow
+def test_drafts_of_a_model(checkpoint_dir: CheckpointDir, load: LoadEngine) -> None:
+    """The draft model is on rank 0. It is the model itself here, so all greedy drafts are accepted."""
+    directory = checkpoint_dir("qwen3")
+    options = {"speculation": "draft_model", "draft_model_dir": directory}
+    expected = outputs(load(directory), requests_for("qwen3"))
+    engine = load(directory, tensor_parallel_size=2, **options)
+    assert outputs(engine, requests_for("qwen3")) == expected
+    stats = engine.stats()
+    assert stats.draft_tokens_total
+    assert sum(stats.accepted_tokens_total) > 0.9 * stats.draft_tokens_total
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0])
 def test_a_gguf_file(kind: Kind, checkpoint_dir: CheckpointDir, tmp_path: Path, load: LoadEngine) -> None:
     """Its weights are divided after they were dequantized."""

@@ -225,7 +225,6 @@ def test_every_option_has_a_help_text() -> None:
         (["--kv-transfer"], "--kv-transfer"),
         (["--enable-lora"], "max_loras"),
         (["--kv-host-bytes", "1000000"], "kv_host_bytes"),
-        (["--speculation", "draft_model", "--draft-model", "demo"], "speculation 'draft_model'"),
     ],
     ids=str,
 )
