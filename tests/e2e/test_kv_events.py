@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from tests.e2e.processes import DEMO, Gateway, Running, deployment, engine, gateway, simple_policy, until
@@ -33,14 +35,20 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run
         yield started, events, replay
 
 
-@pytest.fixture
-def small_gateway(small_engine: tuple[Running, str, str], tmp_path: Path) -> Iterator[Gateway]:
+@contextmanager
+def gateway_of(small_engine: tuple[Running, str, str], folder: Path) -> Iterator[Gateway]:
     started, events, replay = small_engine
     fields = {"kv_events": events, "kv_events_replay": replay, "metrics": True}
     policy = simple_policy(
         started.url, deployments=[deployment("local", started.url, **fields)], cache={"scope": "off"}
     )
-    with gateway(tmp_path, policy) as running:
+    with gateway(folder, policy) as running:
+        yield running
+
+
+@pytest.fixture
+def small_gateway(small_engine: tuple[Running, str, str], tmp_path: Path) -> Iterator[Gateway]:
+    with gateway_of(small_engine, tmp_path) as running:
         yield running
 
 
@@ -70,7 +78,10 @@ def test_evictions_and_load_are_known(small_gateway: Gateway) -> None:
 
 @pytest.mark.e2e
 def test_a_gateway_that_starts_later_replays_missed_events(
-    small_engine: tuple[Running, str, str], small_gateway: Gateway
+    small_engine: tuple[Running, str, str], tmp_path: Path
 ) -> None:
-    until(lambda: small_gateway.metric("warmpath_kv_blocks") > 0)
+    body = {"model": DEMO, "messages": prompt(3), "max_tokens": 4}
+    httpx2.post(f"{small_engine[0].url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    with gateway_of(small_engine, tmp_path) as later:
+        until(lambda: later.metric("warmpath_kv_blocks") > 0)
     assert small_engine[0].metric("warmpath:integrity") == 1
