@@ -1,7 +1,7 @@
 """Makes the tensors of a decode step, the commonest step by far: one token for each sequence.
 
-The result is that of `make_batch` (batch.py), several times faster for many sequences: columns of numbers come from
-numpy, and the matrix of block tables is kept from step to step, since a step changes few of its rows.
+The result is that of `make_batch` (batch.py), several times faster for many sequences: the matrix of block tables is
+kept from step to step, since a step changes few of its rows, and so is all other memory.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class DecodeBatches:
         self._device = device
         self._tables = BlockTables()
         self._tokens = SameTokens()
+        self._columns = _Columns(0)
 
     @property
     def is_plain_or_penalised(self) -> bool:
@@ -64,39 +65,68 @@ class DecodeBatches:
     def make(self, plan: Sequence[ScheduledRequest]) -> Batch:
         """The tensors of a non-empty plan, all of whose parts are decodes (`ScheduledRequest.is_decode`)."""
         size, block_size = len(plan), self._block_size
+        if size != self._columns.size:
+            self._columns = _Columns(size)
+        columns, device = self._columns, self._device
         requests = [scheduled.request for scheduled in plan]
+        starts = [scheduled.start for scheduled in plan]
         tables = self._tables.update([request.block_table for request in requests])
         next_tokens = self._tokens.of(requests)
-        tokens = np.empty((3, size), np.int64)  # ids, positions and slots
-        tokens[0] = [request.token_ids[-1] for request in requests]
-        starts = np.array([scheduled.start for scheduled in plan], np.int64)
-        tokens[1] = starts + self._tokens.position_offsets
-        places, offsets = np.divmod(starts, block_size)
-        rows = np.arange(size)
-        tokens[2] = tables[rows, places].astype(np.int64) * block_size + offsets
-        ones, kv_lens = (1,) * size, starts + 1
-        ids, positions_, slots = self._tensor(tokens).unbind()
+        columns.tokens[:] = (
+            [request.token_ids[-1] for request in requests],
+            starts,
+            [
+                request.block_table[start // block_size] * block_size + start % block_size
+                for request, start in zip(requests, starts, strict=True)
+            ],
+        )
+        if self._tokens.position_offsets is not None:
+            columns.tokens[1] += self._tokens.position_offsets
+        columns.kv_lens[:] = seq_lens = tuple([start + 1 for start in starts])
+        input_ids, positions, slots, rows, kv_lens, cu_seqlens = columns.on(device)
         return Batch(
-            input_ids=ids,
-            positions=positions_,
+            input_ids=input_ids,
+            positions=positions,
             slot_mapping=slots,
             next_tokens=next_tokens,
-            sampled=tuple(range(size)),
-            sampled_rows=self._tensor(rows),
+            sampled=columns.row_numbers,
+            sampled_rows=rows,
             attention=AttentionMetadata(
-                query_lens=ones,
-                seq_lens=tuple(kv_lens.tolist()),
-                kv_lens=self._tensor(kv_lens.astype(np.int32)),
-                cu_seqlens_q=self._tensor(np.arange(size + 1, dtype=np.int32)),
-                block_tables=self._tensor(tables),
+                query_lens=columns.ones,
+                seq_lens=seq_lens,
+                kv_lens=kv_lens,
+                cu_seqlens_q=cu_seqlens,
+                block_tables=upload(tables, device),
                 block_size=block_size,
             ),
-            output_lens=ones,
-            adapters=StepAdapters.of(plan, ones, ones, self._device) if self._tokens.have_adapters else None,
+            output_lens=columns.ones,
+            adapters=StepAdapters.of(plan, columns.ones, columns.ones, device) if self._tokens.have_adapters else None,
         )
 
-    def _tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return upload(torch.from_numpy(values), self._device)
+
+class _Columns:
+    """The numbers of a step of `size` sequences, besides block tables, in arrays and in tensors over their memory.
+
+    They are made once for many steps. After a step has read all weights, no cache has the code and data of Python and
+    torch any more, so each call takes ten times as long as otherwise.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ones = (1,) * size
+        self.row_numbers = tuple(range(size))
+        self.tokens = np.empty((3, size), np.int64)  # ids, positions and slots
+        self.kv_lens = np.empty(size, np.int32)
+        others = np.arange(size), self.kv_lens, np.arange(size + 1, dtype=np.int32)
+        self._tensors = tuple(map(torch.from_numpy, (self.tokens, *others)))
+        self._columns = (*self._tensors[0].unbind(), *self._tensors[1:])
+
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The ids, positions, slots, numbers of the rows, lengths, and starts of the sequences: [B], and [B + 1]."""
+        if device.type == "cpu":
+            return self._columns
+        tokens, *others = (upload(tensor, device) for tensor in self._tensors)
+        return (*tokens.unbind(), *others)
 
 
 class SameTokens:
@@ -113,7 +143,7 @@ class SameTokens:
         self.are_plain_or_penalised = False  # each token depends on logits, temperature, filters and penalties alone
         self.are_greedy = False  # and is the argmax of unchanged logits
         self.have_adapters = False
-        self.position_offsets: NDArray[np.int64] | int = 0  # between the positions and the indexes of tokens
+        self.position_offsets: NDArray[np.int64] | None = None  # between the positions and the indexes of tokens
 
     def of(self, requests: list[Request]) -> tuple[NextToken, ...]:
         """The next token of each request."""
@@ -127,7 +157,7 @@ class SameTokens:
             self.are_greedy = not self._rows and all(each.is_plain and not each.grammar for each in requests)
             self.have_adapters = any(request.adapter for request in requests)
             images = [request.images for request in requests]
-            self.position_offsets = _position_offsets(images) if any(images) else 0
+            self.position_offsets = _position_offsets(images) if any(images) else None
         return self._tokens
 
     def sampling(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> SamplingBatch:
@@ -176,11 +206,12 @@ class BlockTables:
 
     def __init__(self) -> None:
         self._matrix = np.zeros((0, 0), np.int32)
+        self._tensor = torch.from_numpy(self._matrix)
         self._tables: list[list[int]] = []  # by row; kept, so that no other list has the same id
         self._lens: list[int] = []
 
-    def update(self, tables: list[list[int]]) -> NDArray[np.int32]:
-        """The matrix of these tables. Valid until the next call."""
+    def update(self, tables: list[list[int]]) -> Tensor:
+        """The matrix of these tables, in int32. Valid until the next call."""
         lens = [*map(len, tables)]
         width = self._matrix.shape[1]
         if max(lens) > width:
@@ -191,7 +222,7 @@ class BlockTables:
             if length != known:
                 self._matrix[row, known:length] = tables[row][known:]
         self._lens = lens
-        return self._matrix
+        return self._tensor
 
     def _rearrange(self, tables: list[list[int]], width: int) -> None:
         """Moves the known rows to their new places. The other rows are empty."""
@@ -202,4 +233,4 @@ class BlockTables:
         if kept:
             matrix[kept, : self._matrix.shape[1]] = self._matrix[[sources[row] for row in kept]]
         self._lens = [self._lens[source] if source >= 0 else 0 for source in sources]
-        self._matrix, self._tables = matrix, tables
+        self._matrix, self._tables, self._tensor = matrix, tables, torch.from_numpy(matrix)

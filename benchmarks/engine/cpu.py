@@ -163,8 +163,8 @@ class Limits:
             for dtype in (torch.bfloat16, torch.float32)
         ]
 
-    def read(self) -> float:
-        return self._memory.bytes_per_second()
+    def read(self, tries: int = 4) -> float:
+        return self._memory.bytes_per_second(tries)
 
     def gemm(self) -> float:
         return max(self._kept_up(*product) for product in self._products)
