@@ -40,6 +40,7 @@ class CachedBlock:
     cache_salt: str = ""
     session_id: str = ""  # of the request that computed it: for listeners, not part of the hash
     adapter: Adapter | None = None  # of the request that computed it
+    images: tuple[str, ...] = ()  # digests of the images that have tokens in it, in hexadecimal
 
 
 class BlockListener(Protocol):
@@ -72,7 +73,11 @@ def content_of(request: Request, index: int, block_size: int) -> CachedBlock:
     """The request's full block number `index`, whose hash has been computed."""
     parent = request.block_hashes[index - 1] if index else ROOT_HASH
     token_ids, cache_salt = _hashed_content(request, index, block_size)
-    return CachedBlock(request.block_hashes[index], parent, token_ids, cache_salt, request.session_id, request.adapter)
+    start = index * block_size
+    placed = request.images.overlapping(start, start + block_size) if request.images else ()
+    images = tuple(each.image.digest.hex() for each in placed)
+    block_hash, session_id = request.block_hashes[index], request.session_id
+    return CachedBlock(block_hash, parent, token_ids, cache_salt, session_id, request.adapter, images)
 
 
 def _hashed_content(request: Request, index: int, block_size: int) -> tuple[tuple[int, ...], str]:

@@ -122,8 +122,8 @@ class KVEventPublisher:
         block_hash = _wire_hash(block.block_hash)
         parent = None if block.parent == ROOT_HASH else _wire_hash(block.parent)
         adapter = block.adapter
-        # vLLM names the adapter in every block, and the salt in the first one.
-        keys = (adapter.name,) if adapter else ()
+        # vLLM names the adapter and the block's images in every block, and the salt in the first one.
+        keys = ((adapter.name,) if adapter else ()) + block.images
         extra_keys = (*keys, block.cache_salt) if block.cache_salt else keys or None
         last = self._events[-1] if self._events else None
         if (
@@ -131,10 +131,12 @@ class KVEventPublisher:
             and parent == last.block_hashes[-1]
             and (last.session_id or "") == block.session_id
         ):
-            last.block_hashes.append(block_hash)
-            last.token_ids += block.token_ids
+            if last.extra_keys is None and extra_keys:
+                last.extra_keys = [None] * len(last.block_hashes)
             if last.extra_keys is not None:
                 last.extra_keys.append(extra_keys)
+            last.block_hashes.append(block_hash)
+            last.token_ids += block.token_ids
             return
         self._events.append(
             BlockStored(

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from backend.engine import image_encoder
+from backend.engine.cached_block import content_of, extend_hashes
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import ConfigError
@@ -155,6 +156,16 @@ def test_other_images_share_no_blocks(load: Callable[..., Engine]) -> None:
     assert requests["same"].num_cached_tokens == 32
 
 
+def test_a_block_says_which_images_it_has(load: Callable[..., Engine]) -> None:
+    engine = load()
+    request = PROMPTS["two"].request(engine, "r", SamplingParams(max_tokens=1))
+    digests = [placed.image.digest.hex() for placed in request.images.images] if request.images else []
+    extend_hashes(request, 3, 16)
+    assert [content_of(request, i, 16).images for i in range(3)] == [
+        (digests[0],), (digests[0], digests[1]), (digests[1],),
+    ]  # fmt: skip
+
+
 def test_the_order_of_images_and_their_places_are_hashed(load: Callable[..., Engine]) -> None:
     """Placeholders are the same token, so the tokens of these prompts are equal."""
     engine = load(block_size=64)
@@ -249,6 +260,23 @@ def test_an_urgent_image_is_encoded_first(load: Callable[..., Engine], monkeypat
     for image in images:
         assert image.is_ready(0, 60)
     assert order == [28, 28 * 3, 28 * 2, 28 * 5]
+
+
+def test_without_a_thread_one_image_is_encoded_before_a_step(
+    load: Callable[..., Engine], model: PreTrainedModel
+) -> None:
+    """As on a GPU."""
+    engine = load()
+    assert engine.images
+    engine.images.uses_thread = False
+    request = PROMPTS["two"].request(engine, "r", SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
+    engine.add(request)
+    for num_encoded, num_computed in ((1, 2), (2, 22), (2, 56)):
+        engine.step()
+        assert (engine.images.num_encoded, request.num_computed_tokens) == (num_encoded, num_computed)
+    while engine.has_unfinished:
+        engine.step()
+    check(model, PROMPTS["two"], request)
 
 
 def test_an_error_of_the_encoder_ends_the_engine(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_a_batch_has_vllms_three_frames(publisher: KVEventPublisher) -> None:
         {"type": "BlockRemoved", "block_hashes": wire(blocks[2]), "medium": "GPU"},
         {"type": "AllBlocksCleared"},
     ]
+
+
+def test_blocks_with_images_name_them(publisher: KVEventPublisher) -> None:
+    """As in vLLM. Earlier blocks of the chain have none."""
+    first, second, third = chain((1, 2), (3, 3), (3, 4))
+    for block in (first, replace(second, images=("aa", "bb")), third):
+        publisher.stored(block)
+    publisher.end_step()
+    (stored,) = events_of(publisher)
+    assert isinstance(stored, dict)
+    assert stored["extra_keys"] == [None, ["aa", "bb"], None]
+    assert stored["block_hashes"] == wire(first, second, third)
 
 
 def test_the_array_encoding_from_before_june_2026() -> None:
