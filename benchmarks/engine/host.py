@@ -35,6 +35,7 @@ from backend.engine.graphs import GraphCapture
 from backend.engine.paged_model import PagedModel
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
+from backend.ops.base import Ops
 from benchmarks.engine.cpu import HOLLOW, cpu_name
 from benchmarks.engine.shapes import VOCAB_SIZE, make_checkpoint
 
@@ -51,12 +52,12 @@ GRAPH_KINDS: dict[str, dict[str, Any]] = KINDS | {
 }
 
 
-class InstantModel:
+class InstantModel(PagedModel):
     """Returns tokens without computing anything."""
 
     def __init__(self, model: PagedModel) -> None:
-        self.kv = model.kv
-        self.ops = InstantOps()
+        vars(self).update(vars(model))
+        self.ops = cast(Ops, InstantOps())
 
     def next_tokens(self, batch: Batch, is_interrupted: Callable[[], bool] | None = None) -> Tensor:
         if is_interrupted:
@@ -68,7 +69,7 @@ class InstantModel:
             is_interrupted()
         return torch.empty(len(batch.attention.query_lens), 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
@@ -76,10 +77,10 @@ class InstantModel:
 
 
 class InstantOps:
-    """The sampling kernels that the kinds use."""
+    """The sampling kernel that the kinds use."""
 
-    def draw(self, logits: Tensor, rows: Any) -> Tensor:
-        return torch.full((len(logits),), 7)
+    def choose(self, scores: Tensor, random: Any, penalties: Any) -> Tensor:
+        return torch.full((len(scores),), 7)
 
 
 class NothingCaptured(GraphCapture):
@@ -122,7 +123,7 @@ def measure(model_dir: Path, kind: str, count: int, captured: bool) -> float:
     if captured:
         engine.runner = GraphRunner(engine.config, NothingCaptured(), engine.runner.model)
     else:
-        engine.runner.model = cast(PagedModel, InstantModel(engine.runner.model))
+        engine.runner.model = InstantModel(engine.runner.model)
     for i in range(count):
         prompt = [(i * 7919 + j * 104_729) % VOCAB_SIZE for j in range(100 + 4 * i % 1024)]
         params = GRAPH_KINDS[kind]
