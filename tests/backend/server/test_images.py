@@ -6,63 +6,30 @@ import base64
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from tests.backend.server.conftest import RunningServer, StartServer, save_tokenizer
-from tests.backend.vision_models import CONFIG, PIXELS, build, logits_of, picture
+from tests.backend.server.conftest import RunningServer, StartServer
+from tests.backend.server.vision_checkpoint import VisionCheckpoint, build_vision_checkpoint
+from tests.backend.vision_models import PIXELS, logits_of, picture
 
 pytest.importorskip("PIL", reason="the package pillow is not installed")
 from PIL import Image
 
-VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-# That of Qwen2.5-VL, without videos and the default system message.
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
-{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content \
-or 'image_url' in content %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}\
-{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 GREEDY = {"temperature": 0, "max_tokens": 16, "return_token_ids": True}
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    path: Path
-    model: PreTrainedModel
-    image_token: int
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> VisionCheckpoint:
+    return build_vision_checkpoint(tmp_path_factory.mktemp("models") / "tiny-vl")
 
 
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    directory = tmp_path_factory.mktemp("models") / "tiny-vl"
-    directory.mkdir()
-    save_tokenizer(directory)
-    path = str(directory / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(path)
-    tokenizer.add_special_tokens(VISION_TOKENS)
-    tokenizer.save(path)
-    ids = tokenizer.get_vocab()
-    model = build(
-        directory,
-        text_config=CONFIG["text_config"] | {"vocab_size": 520, "max_position_embeddings": 2048, "eos_token_id": 1},
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
-        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-    )  # fmt: skip
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return Checkpoint(directory, model, ids["<|image_pad|>"])
-
-
-@pytest.fixture(scope="module")
-def server(start_server: StartServer, vision: Checkpoint) -> Iterator[RunningServer]:
+def server(start_server: StartServer, vision: VisionCheckpoint) -> Iterator[RunningServer]:
     with start_server("--limit-mm-per-prompt", '{"image": 3}', model=str(vision.path)) as running:
         yield running
 
@@ -103,7 +70,7 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
-def check_tokens(vision: Checkpoint, reply: Any, images: list[Image.Image]) -> None:
+def check_tokens(vision: VisionCheckpoint, reply: Any, images: list[Image.Image]) -> None:
     prompt, output = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
     logits = logits_of(vision.model, [*prompt, *output], images)[len(prompt) - 1 : -1]
     assert output == logits.argmax(-1).tolist()
@@ -116,7 +83,7 @@ def tokens_of(source: Image.Image) -> int:
     return int(height * width // 28**2)
 
 
-def test_the_answer_is_that_of_transformers(server: RunningServer, vision: Checkpoint) -> None:
+def test_the_answer_is_that_of_transformers(server: RunningServer, vision: VisionCheckpoint) -> None:
     """In the order of the parts, with images that are scaled up and down."""
     images = [image(300, 200, 1), image(40, 90, 2)]
     parts = user(text_part("First "), image_part(images[0]), text_part("second"), image_part(images[1], detail="low"))
@@ -128,7 +95,7 @@ def test_the_answer_is_that_of_transformers(server: RunningServer, vision: Check
     assert runs[tokens_of(images[0]) - 1] + 1 < runs[tokens_of(images[0])]
 
 
-def test_the_next_turn_continues_the_cached_prefix(server: RunningServer, vision: Checkpoint) -> None:
+def test_the_next_turn_continues_the_cached_prefix(server: RunningServer, vision: VisionCheckpoint) -> None:
     first, second = image(200, 200, 3), image(90, 180, 4)
     messages = [user(image_part(first), text_part("What is this?"))]
     reply = complete(server, messages)
@@ -145,7 +112,7 @@ def test_the_next_turn_continues_the_cached_prefix(server: RunningServer, vision
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_choices_and_streams_have_images(server: RunningServer, vision: Checkpoint) -> None:
+def test_choices_and_streams_have_images(server: RunningServer, vision: VisionCheckpoint) -> None:
     messages = [user(image_part(image(120, 60, 6)), text_part("Name it."))]
     reply = complete(server, messages, n=3)
     assert len({tuple(choice["token_ids"]) for choice in reply["choices"]}) == 1
@@ -162,7 +129,7 @@ def test_choices_and_streams_have_images(server: RunningServer, vision: Checkpoi
     assert last.usage and last.usage.prompt_tokens == reply["usage"]["prompt_tokens"]
 
 
-def test_an_image_as_a_tool_result(server: RunningServer, vision: Checkpoint) -> None:
+def test_an_image_as_a_tool_result(server: RunningServer, vision: VisionCheckpoint) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "Look."},
@@ -172,7 +139,7 @@ def test_an_image_as_a_tool_result(server: RunningServer, vision: Checkpoint) ->
     check_tokens(vision, complete(server, messages), [image(60, 60, 7)])
 
 
-def test_tokens_are_counted_and_rendered_as_they_are_computed(server: RunningServer, vision: Checkpoint) -> None:
+def test_tokens_are_counted_and_rendered_as_they_are_computed(server: RunningServer, vision: VisionCheckpoint) -> None:
     messages = [user(image_part(image(100, 200, 8)), text_part("What?"))]
     reply = complete(server, messages)
     counted = post(server, messages, "tokenize").json()
@@ -249,14 +216,14 @@ def test_unknown_members_of_an_image_are_passed_over(server: RunningServer) -> N
     }  # fmt: skip
 
 
-def test_other_streams_are_not_disturbed_by_damaged_images(server: RunningServer, vision: Checkpoint) -> None:
+def test_other_streams_are_not_disturbed_by_damaged_images(server: RunningServer, vision: VisionCheckpoint) -> None:
     for _ in range(20):
         assert post(server, [user(image_part(b"\x89PNG\r\n\x1a\n" + bytes(100)))]).status_code == 400
     check_tokens(vision, complete(server, [user(image_part(GOOD))]), [image(60, 60)])
 
 
 def test_models_that_read_text_alone_refuse_images_by_name(
-    start_server: StartServer, vision: Checkpoint, tmp_path: Path
+    start_server: StartServer, vision: VisionCheckpoint, tmp_path: Path
 ) -> None:
     """A model without an image encoder, and one whose encoder is not loaded."""
     for options, model in ((["--limit-mm-per-prompt", '{"image": 0}'], str(vision.path)), ([], None)):
@@ -272,7 +239,7 @@ def test_models_that_read_text_alone_refuse_images_by_name(
             assert listed["architecture"]["input_modalities"] == ["text"]
 
 
-def test_bounds_of_pixels_and_hosts_are_options(start_server: StartServer, vision: Checkpoint) -> None:
+def test_bounds_of_pixels_and_hosts_are_options(start_server: StartServer, vision: VisionCheckpoint) -> None:
     sizes = json.dumps({"min_pixels": 28 * 28 * 4, "max_pixels": 28 * 28 * 9})
     options = ["--mm-processor-kwargs", sizes, "--allowed-media-domains", "localhost", "images.example"]
     with start_server(*options, model=str(vision.path)) as running:
