@@ -75,13 +75,13 @@ def test_a_chat_has_an_image_and_is_billed_for_its_tokens(reader: Running, front
 
 def test_images_of_the_responses_api_are_those_of_a_chat(reader: Running, front: Gateway) -> None:
     image = png(2)
-    content = [
+    content: Any = [
         {"type": "input_text", "text": QUESTION},
         {"type": "input_image", "image_url": f"data:image/png;base64,{image}", "detail": "auto"},
     ]
     response = front.client().responses.create(
         model=DEMO, input=[{"role": "user", "content": content}], max_output_tokens=ANSWER_TOKENS, temperature=0
-    )  # type: ignore[call-overload, unused-ignore]
+    )
     assert response.usage is not None
     assert (response.output_text, response.usage.input_tokens) == direct(reader, image)
 
