@@ -29,6 +29,7 @@ from backend.models.weights import Checkpoint
 # Added to the thread's niceness on Linux. Beside steps that use all cores, it gets about a quarter of them: with 10, an
 # image would take ten times as long as on idle cores, and without, steps twice as long.
 NICE = 5
+CacheKey = tuple[str, bytes]  # the salt of the request, and the digest of the image
 
 
 class _Closed(Exception):
@@ -38,8 +39,9 @@ class _Closed(Exception):
 class EncoderImage:
     """An image of a request: its pixels, and its embeddings while they are needed. See `prompt_images.Image`."""
 
-    def __init__(self, encoder: ImageEncoder, pixels: NDArray[np.uint8], digest: bytes) -> None:
+    def __init__(self, encoder: ImageEncoder, pixels: NDArray[np.uint8], digest: bytes, cache_salt: str) -> None:
         self.digest = digest
+        self.cache_key = cache_salt, digest
         self.pixels = pixels  # [H, W, 3]
         self.rows, self.columns = (side // encoder.config.token_side for side in pixels.shape[:2])
         self.token_id = encoder.config.image_token_id  # stands for a token of an image in prompts
@@ -78,22 +80,25 @@ class ImageEncoder:
         self._changed = threading.Condition()
         self._queue: list[tuple[int, int, weakref.ref[EncoderImage]]] = []  # a heap, by priority and arrival
         self._arrivals = count()
-        self._cache: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def image(self, pixels: NDArray[np.uint8], digest: bytes) -> EncoderImage:
-        """An image of a request. pixels: [H, W, 3] uint8, as `qwen_vision.image_size` scales it. From any thread."""
-        return EncoderImage(self, pixels, digest)
+    def image(self, pixels: NDArray[np.uint8], digest: bytes, cache_salt: str = "") -> EncoderImage:
+        """An image of a request. pixels: [H, W, 3] uint8, as `qwen_vision.image_size` scales it. From any thread.
+
+        Requests with another `cache_salt` do not find its embeddings: the time would tell them that it was sent before.
+        """
+        return EncoderImage(self, pixels, digest, cache_salt)
 
     def prepare(self, image: EncoderImage, priority: int, seconds: float) -> bool:
         """Has an image encoded, unless its embeddings are in the cache. Returns whether it has embeddings now."""
         with self._changed:
             if self._error is not None:
                 raise RuntimeError("the image encoder has failed") from self._error
-            if (cached := self._cached(image.digest)) is not None:
+            if (cached := self._cached(image.cache_key)) is not None:
                 image.kept = cached
             elif not image.is_queued:
                 image.is_queued = True
@@ -149,28 +154,28 @@ class ImageEncoder:
             image = heapq.heappop(self._queue)[2]()
             if image is None:
                 return  # its request has ended
-            embeddings = self._cached(image.digest)
+            embeddings = self._cached(image.cache_key)
         if embeddings is None:
             embeddings = self._encode(torch.tensor(image.pixels), self._raise_if_closed).to(self._dtype)
             self.num_encoded += 1
         with self._changed:
             image.kept, image.is_queued = embeddings, False
-            self._keep(image.digest, embeddings)
+            self._keep(image.cache_key, embeddings)
             self._changed.notify_all()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise _Closed
 
-    def _cached(self, digest: bytes) -> Tensor | None:
-        if (embeddings := self._cache.get(digest)) is not None:
-            self._cache.move_to_end(digest)
+    def _cached(self, key: CacheKey) -> Tensor | None:
+        if (embeddings := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
         return embeddings
 
-    def _keep(self, digest: bytes, embeddings: Tensor) -> None:
-        if digest in self._cache or embeddings.nbytes > IMAGE_CACHE_BYTES:
+    def _keep(self, key: CacheKey, embeddings: Tensor) -> None:
+        if key in self._cache or embeddings.nbytes > IMAGE_CACHE_BYTES:
             return
-        self._cache[digest] = embeddings
+        self._cache[key] = embeddings
         self._cached_bytes += embeddings.nbytes
         while self._cached_bytes > IMAGE_CACHE_BYTES:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes

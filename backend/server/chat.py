@@ -64,7 +64,7 @@ class ChatCompletionsEndpoint(Endpoint):
         `size_bytes` is the size of the request's body.
         """
         model = self._components.model
-        images = await self._components.load_images(request.messages)
+        images = await self._components.load_images(request.messages, request.cache_salt)
         prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request, images))
         grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):

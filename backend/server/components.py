@@ -75,10 +75,10 @@ class ServerComponents:
         """Maximum number of running and waiting sequences. The engine never accepts a request with more sequences."""
         return self.max_num_seqs + self.max_waiting
 
-    async def load_images(self, messages: Sequence[Message]) -> list[EncoderImage]:
+    async def load_images(self, messages: Sequence[Message], cache_salt: str | None) -> list[EncoderImage]:
         """Loads the images of a chat. Raises ApiError, and InvalidRequest if the model reads text alone."""
         if self.images:
-            return await self.images.load(messages)
+            return await self.images.load(messages, cache_salt or "")
         for path, _ in image_parts(messages):
             raise InvalidRequest("This model does not read images.", param=path)
         return []

@@ -45,7 +45,7 @@ class ImageLoader:
         for threads in (self._decoding, self._fetching):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def load(self, messages: Sequence[Message]) -> list[EncoderImage]:
+    async def load(self, messages: Sequence[Message], cache_salt: str) -> list[EncoderImage]:
         """Returns the images of a chat in their order. Raises InvalidRequest or Overloaded."""
         parts = list(image_parts(messages))
         if not parts:
@@ -58,7 +58,7 @@ class ImageLoader:
         if self._num_loading + len(parts) > MAX_LOADING:
             raise Overloaded("Too many images are being loaded.", retry_after_seconds=1)
         self._num_loading += len(parts)
-        tasks = [asyncio.ensure_future(self._load(path, part)) for path, part in parts]
+        tasks = [asyncio.ensure_future(self._load(path, part, cache_salt)) for path, part in parts]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -66,12 +66,12 @@ class ImageLoader:
                 task.cancel()
             self._num_loading -= len(parts)
 
-    async def _load(self, path: str, part: ImagePart) -> EncoderImage:
+    async def _load(self, path: str, part: ImagePart, cache_salt: str) -> EncoderImage:
         try:
             if part.url[:5].lower() == "data:":
-                return await _in_thread(self._decoding, lambda: self._image(data_of_url(part.url)))
+                return await _in_thread(self._decoding, lambda: self._image(data_of_url(part.url), cache_salt))
             data = await self._fetch(part.url)
-            return await _in_thread(self._decoding, lambda: self._image(data))
+            return await _in_thread(self._decoding, lambda: self._image(data, cache_salt))
         except ImageError as error:
             raise InvalidRequest(f"`{path}` {error}.", param=path) from None
 
@@ -87,9 +87,9 @@ class ImageLoader:
         except TimeoutError:
             raise ImageError(f"cannot be downloaded within {self._fetcher.max_seconds:g} s") from None
 
-    def _image(self, data: bytes) -> EncoderImage:
+    def _image(self, data: bytes, cache_salt: str) -> EncoderImage:
         pixels = decode(data, lambda width, height: image_size(width, height, self.config))
-        return self._encoder.image(pixels, sha256(data).digest())
+        return self._encoder.image(pixels, sha256(data).digest(), cache_salt)
 
 
 def create_loader(encoder: ImageEncoder, max_images: int, allowed_hosts: Sequence[str]) -> ImageLoader:

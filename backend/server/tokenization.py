@@ -27,7 +27,7 @@ class TokenizeEndpoint(Endpoint):
         request = decode_body(body, TokenizeRequest)
         check_tools(request.tools)
         self._components.check_model(request.model)
-        images = await self._components.load_images(request.messages or ())
+        images = await self._components.load_images(request.messages or (), None)
         tokens = await self._components.prepare(len(body), lambda: self._tokens(request, images))
         codec = self._components.model.codec
         payload = {

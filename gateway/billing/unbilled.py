@@ -24,11 +24,12 @@ import msgspec
 from gateway.billing.ledger.rows import OpenCall, UnbilledWork
 from gateway.billing.receipts import cost_of, select_price
 from gateway.core.ids import new_event_id
+from gateway.core.kv_transfer import PREFILLED
 from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339, rfc3339_to_ns
 from gateway.policy import Deployment, Price
 from gateway.providers.base import Fault
-from gateway.routing.attempt_log import NOT_SENT, PREFILLED
+from gateway.routing.attempt_log import NOT_SENT
 from gateway.types import Call, Receipt, UnbilledTokens, Usage
 
 _NOTHING_SENT = frozenset({NOT_SENT, Fault.CONNECT.value, Fault.POOL.value})

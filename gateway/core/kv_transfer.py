@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 FIELD = "kv_transfer_params"
+PREFILLED = "prefilled"  # outcome of an attempt: it computed the prompt, and another deployment answers
 PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'

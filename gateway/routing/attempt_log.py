@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import UpstreamRefused
+from gateway.core.kv_transfer import PREFILLED
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.state import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
@@ -22,7 +23,6 @@ HEDGE_LOST = "hedge_lost"
 GIVEN_UP = "given_up"  # a bug in the gateway ended the attempt
 TOO_SLOW = "too_slow"  # the stream began more slowly than the class's floor
 OUT_OF_TIME = "out_of_time"  # the client's or the call's own time was over first
-PREFILLED = "prefilled"  # a prefill deployment has computed the prompt; another one answers
 NOT_SENT = "not_sent"  # cancelled, or out of time, before a byte of the request was sent
 
 

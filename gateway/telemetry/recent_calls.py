@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from gateway.core.kv_transfer import PREFILLED
 from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
 from gateway.telemetry.call_sums import CallSums, is_deployment_fault, result_of
@@ -202,7 +203,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _has_prefill(attempts: Sequence[Attempt]) -> bool:
     """Whether a prefill deployment has computed the prompt, which is no failed attempt."""
-    return bool(attempts) and attempts[0].outcome == "prefilled"
+    return bool(attempts) and attempts[0].outcome == PREFILLED
 
 
 def _attempt(attempt: Attempt, started_ns: int) -> dict[str, Any]:

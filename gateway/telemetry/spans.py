@@ -22,6 +22,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMes
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 from opentelemetry.sdk.resources import Resource
 
+from gateway.core.kv_transfer import PREFILLED
 from gateway.policy import Policy
 from gateway.policy.roles import PREFILL
 from gateway.telemetry import names, otlp
@@ -31,7 +32,6 @@ from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Outcome, Usage
 
 ATTEMPT_OK = "ok"
-PREFILLED = "prefilled"
 
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, PREFILLED, Outcome.CLIENT_GONE.value})

@@ -262,6 +262,17 @@ def test_an_urgent_image_is_encoded_first(load: Callable[..., Engine], monkeypat
     assert order == [28, 28 * 3, 28 * 2, 28 * 5]
 
 
+def test_embeddings_are_found_again_by_requests_with_the_same_salt_only(load: Callable[..., Engine]) -> None:
+    """A quick answer would tell a tenant that another one has sent the same image."""
+    encoder = load().images
+    assert encoder
+    encoded = []
+    for salt in ("one", "one", "other", "one", "other"):
+        assert encoder.image(picture(56, 28), b"x" * 32, salt).is_ready(0, 60)
+        encoded.append(encoder.num_encoded)
+    assert encoded == [1, 1, 2, 2, 2]
+
+
 def test_without_a_thread_one_image_is_encoded_before_a_step(
     load: Callable[..., Engine], model: PreTrainedModel
 ) -> None:
