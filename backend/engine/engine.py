@@ -34,7 +34,7 @@ from backend.engine.scheduler import Scheduler
 from backend.engine.speculation import create_drafter
 from backend.engine.speculation.speculator import Speculator
 from backend.engine.thread_tuner import ThreadTuner, create_tuner
-from backend.engine.waiting import wait_for_input
+from backend.engine.waiting import end_failed, wait_for_input
 
 INPUT_WAIT_SECONDS = 0.002  # while no request can advance; commands of other requests are executed after it
 
@@ -86,6 +86,9 @@ class Engine:
         """
         if self._tuner:
             self._tuner.begin_step(on_launch)  # optional: may choose another number of threads (thread_tuner.py)
+        if self.images and self.images.take_failures():  # optional: requests with an image that cannot be encoded
+            on_launch()
+            return end_failed(self.scheduler)
         plan = self.speculator.extend(self.scheduler.schedule())
         if self.images:
             self.images.encode_next()  # optional: on a GPU, one image whose tokens a later step computes

@@ -3,11 +3,15 @@
 On a CPU, a thread of low priority encodes one image after the other, so that the steps of other requests continue: an
 image of a thousand tokens can take as long as hundreds of decode steps. torch computes without Python's lock. On a GPU,
 where an image takes milliseconds, the engine's thread launches at most one before each step.
+
+An error while an image is encoded belongs to this image: the engine ends the requests that have it (waiting.py), and
+goes on. With several ranks, only rank 0 encodes images, so the others need not know.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import sys
 import threading
@@ -31,6 +35,8 @@ from backend.models.weights import Checkpoint
 NICE = 5
 CacheKey = tuple[str, bytes]  # the salt of the request, and the digest of the image
 
+logger = logging.getLogger(__name__)
+
 
 class _Closed(Exception):
     """The engine ends."""
@@ -47,6 +53,7 @@ class EncoderImage:
         self.token_id = encoder.config.image_token_id  # stands for a token of an image in prompts
         self.kept: Tensor | None = None  # the embeddings; written under the encoder's lock
         self.is_queued = False
+        self.has_failed = False  # written under the encoder's lock, as `is_queued`
         self._encoder = encoder
 
     @property
@@ -56,7 +63,7 @@ class EncoderImage:
         return self.kept
 
     def is_ready(self, priority: int, seconds: float = 0.0) -> bool:
-        """Raises the error that ended the encoder, if there was one."""
+        """Raises the error that ended the encoder's thread, if there was one."""
         return self.kept is not None or self._encoder.prepare(self, priority, seconds)
 
     def release(self) -> None:
@@ -82,7 +89,8 @@ class ImageEncoder:
         self._arrivals = count()
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
-        self._error: BaseException | None = None
+        self._has_failures = False
+        self._error: BaseException | None = None  # of the thread, outside of any image
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -98,6 +106,9 @@ class ImageEncoder:
         with self._changed:
             if self._error is not None:
                 raise RuntimeError("the image encoder has failed") from self._error
+            if image.has_failed:
+                self._has_failures = True  # of a request that was added since
+                return False
             if (cached := self._cached(image.cache_key)) is not None:
                 image.kept = cached
             elif not image.is_queued:
@@ -105,8 +116,16 @@ class ImageEncoder:
                 heapq.heappush(self._queue, (priority, next(self._arrivals), weakref.ref(image)))
                 self._start()
             if image.kept is None and seconds:
-                self._changed.wait_for(lambda: image.kept is not None or self._error is not None, seconds)
+                self._changed.wait_for(lambda: image.kept is not None or image.has_failed or self._error, seconds)
             return image.kept is not None
+
+    def take_failures(self) -> bool:
+        """Whether images have failed since the last call, so that there may be requests to end."""
+        if not self._has_failures:
+            return False
+        with self._changed:
+            self._has_failures = False
+        return True
 
     def encode_next(self) -> None:
         """Encodes one queued image, unless the thread does."""
@@ -156,11 +175,25 @@ class ImageEncoder:
                 return  # its request has ended
             embeddings = self._cached(image.cache_key)
         if embeddings is None:
-            embeddings = self._encode(torch.tensor(image.pixels), self._raise_if_closed).to(self._dtype)
+            try:
+                embeddings = self._encode(torch.tensor(image.pixels), self._raise_if_closed).to(self._dtype)
+            except _Closed:
+                raise
+            except Exception:  # noqa: BLE001  which ends the requests with this image
+                self._fail(image)
+                return
             self.num_encoded += 1
         with self._changed:
             image.kept, image.is_queued = embeddings, False
             self._keep(image.cache_key, embeddings)
+            self._changed.notify_all()
+
+    def _fail(self, image: EncoderImage) -> None:
+        """Notes an error of an image, which is being handled."""
+        height, width = image.pixels.shape[:2]
+        logger.exception("Cannot encode an image (%d x %d pixels, SHA-256 %s)", width, height, image.digest.hex())
+        with self._changed:
+            image.has_failed, image.is_queued, self._has_failures = True, False, True
             self._changed.notify_all()
 
     def _raise_if_closed(self) -> None:

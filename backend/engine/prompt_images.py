@@ -26,6 +26,7 @@ class Image(Protocol):
     digest: bytes  # of its content: images with equal digests have equal embeddings
     rows: int  # of tokens
     columns: int
+    has_failed: bool  # it cannot be encoded, because of an error in the image encoder
 
     def is_ready(self, priority: int, seconds: float = 0.0) -> bool:
         """Whether its embeddings are there. If not, has it encoded, and waits for at most `seconds`.
@@ -71,6 +72,12 @@ class PromptImages:
     def end(self) -> int:
         """The index after the last token of an image."""
         return self.images[-1].end
+
+    @property
+    def error(self) -> str | None:
+        """Why the prompt cannot be computed, in words for the client. None if it can."""
+        number = next((i for i, placed in enumerate(self.images, 1) if placed.image.has_failed), 0)
+        return f"image {number} of the request could not be encoded, because of an internal error" if number else None
 
     def overlapping(self, start: int, end: int) -> list[PlacedImage]:
         """The images that have tokens in this range."""

@@ -18,7 +18,7 @@ from backend.engine.engine import Engine
 from backend.engine.errors import ConfigError
 from backend.engine.graph_runner import GraphRunner
 from backend.engine.graphs import NoCapture
-from backend.engine.outputs import TokenLogprob
+from backend.engine.outputs import FinishReason, TokenLogprob
 from backend.engine.prompt_images import PromptImages
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
@@ -290,17 +290,74 @@ def test_without_a_thread_one_image_is_encoded_before_a_step(
     check(model, PROMPTS["two"], request)
 
 
-def test_an_error_of_the_encoder_ends_the_engine(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_on_height(engine: Engine, monkeypatch: pytest.MonkeyPatch, height: int, error: Exception) -> None:
+    """Lets the encoder fail for every image with this height."""
+    encoder: Any = engine.images
+    encode = encoder._encode
+
+    def fails(pixels: torch.Tensor, between: Any) -> torch.Tensor:
+        if len(pixels) == height:
+            raise error
+        result: torch.Tensor = encode(pixels, between)
+        return result
+
+    monkeypatch.setattr(encoder, "_encode", fails)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("uses_thread", [True, False], ids=["on a thread", "before a step"])
+def test_an_error_of_the_encoder_fails_the_requests_with_the_image(
+    load: Callable[..., Engine], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, uses_thread: bool, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """All others get their tokens, and so does a later request that the encoder has no error for."""
+    engine = load(max_num_batched_tokens=32, **options)
+    assert engine.images
+    engine.images.uses_thread = uses_thread
+    fail_on_height(engine, monkeypatch, PORTRAIT.shape[0], MemoryError("no memory for the image"))
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    prompts = {"one": PROMPTS["one"], "two": PROMPTS["two"], "again": PROMPTS["two"], "text": PROMPTS["text"]}
+    requests = {name: prompt.request(engine, name, sampling) for name, prompt in prompts.items()}
+    for request in requests.values():
+        engine.add(request)
+    errors: dict[str, str | None] = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finish_reason is FinishReason.ERROR:
+                errors[output.request_id] = output.error
+    message = "image 2 of the request could not be encoded, because of an internal error"
+    assert errors == {"two": message, "again": message}
+    engine.check_integrity()
+    for name in ("one", "text"):
+        check(model, PROMPTS[name], requests[name])
+    assert "no memory for the image" in caplog.text
+    assert "Traceback" in caplog.text
+    monkeypatch.undo()
+    later, scored = run(engine, {"later": PROMPTS["two"]})
+    check(model, PROMPTS["two"], later["later"], scored["later"])
+
+
+def test_a_request_is_failed_that_comes_after_the_error(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices of one request have the same images, and may be added later."""
     engine = load()
-
-    def fails(*args: Any) -> None:
-        raise MemoryError("no memory for the image")
-
-    monkeypatch.setattr(engine.images, "_encode", fails)
-    engine.add(PROMPTS["one"].request(engine, "r", SamplingParams(max_tokens=1)))
-    with pytest.raises(RuntimeError, match="image encoder has failed"):
-        for _ in range(1000):
-            engine.step()
+    fail_on_height(engine, monkeypatch, PORTRAIT.shape[0], RuntimeError("broken"))
+    sampling = SamplingParams(max_tokens=2, temperature=0.0)
+    first = PROMPTS["two"].request(engine, "first", sampling)
+    second = PROMPTS["two"].request(engine, "second", sampling)
+    second.images = first.images
+    engine.add(first)
+    finished: dict[str, FinishReason | None] = {}
+    while engine.has_unfinished:
+        finished |= {output.request_id: output.finish_reason for output in engine.step()}
+    engine.add(second)
+    for _ in range(1000):
+        finished |= {output.request_id: output.finish_reason for output in engine.step()}
+        if len(finished) == 2:
+            break
+    assert finished == {"first": FinishReason.ERROR, "second": FinishReason.ERROR}
+    engine.check_integrity()
 
 
 def test_recorded_decode_steps_equal_eager_ones(load: Callable[..., Engine]) -> None:

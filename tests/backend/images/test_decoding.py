@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import struct
-import zlib
+import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +16,20 @@ from numpy.typing import NDArray
 from backend.models.config import ModelConfig
 from backend.models.qwen_vision import image_size, to_patches
 from backend.models.vision_config import VisionConfig
+from tests.backend.images.hostile_files import (
+    GOOD,
+    HOSTILE,
+    chunk,
+    encoded,
+    exif_of,
+    jpeg_of_scans,
+    jpeg_with,
+    png_with,
+)
 from tests.backend.vision_models import PIXELS, build, picture
 
 pytest.importorskip("PIL", reason="the package pillow is not installed")
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -37,12 +45,6 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> VisionConfig:
     vision = ModelConfig.load(directory).vision
     assert vision and (vision.min_pixels, vision.max_pixels) == (PIXELS["min_pixels"], PIXELS["max_pixels"])
     return vision
-
-
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
 
 
 def decoded(data: bytes, vision: VisionConfig) -> NDArray[np.uint8]:
@@ -83,12 +85,15 @@ def test_every_format_is_read(form: str, vision: VisionConfig) -> None:
     assert decoded(data, vision).shape == (56, 56, 3)
 
 
-def test_an_image_is_turned_as_its_camera_says(vision: VisionConfig) -> None:
-    image = Image.fromarray(picture(112, 56))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_turned_as_its_camera_says(orientation: int, form: str, vision: VisionConfig) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held upright
-    data = encoded(image, "JPEG", exif=exif, quality=95)
-    assert decoded(data, vision).shape == (112, 56, 3)
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(picture(112, 56)), form, exif=exif)
+    expected = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    assert (decoded(data, vision) == expected).all()
+    assert expected.shape == ((112, 56, 3) if orientation in (5, 6, 7, 8) else (56, 112, 3))
 
 
 def test_sizes_equal_transformers(vision: VisionConfig) -> None:
@@ -100,43 +105,43 @@ def test_sizes_equal_transformers(vision: VisionConfig) -> None:
         assert image_size(width, height, vision) == theirs[::-1], (width, height)
 
 
-def png(width: int, height: int, rows: bytes) -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-def gif(width: int, height: int) -> bytes:
-    """A picture on a screen of 10 x 10 pixels."""
-    screen = b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0x80, 0, 0) + bytes(6)
-    return screen + b"," + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x4c\x01\x00;"
-
-
-GOOD = encoded(Image.fromarray(picture(90, 70)), "PNG")
-HOSTILE = {
-    "a bomb of pixels": (png(30_000, 30_000, bytes(1000)), "has more than 64,000,000 pixels"),
-    "a smaller bomb": (png(9_000, 8_000, bytes(1000)), "has more than 64,000,000 pixels"),
-    "a bomb in a frame": (gif(60_000, 60_000), "has more than 64,000,000 pixels"),
-    "a larger bomb": (png(2**31 - 1, 2**31 - 1, b""), "pixels"),
-    "thin": (png(1, 1000, bytes(4000)), "more than 200 times as long as wide"),
-    "truncated": (GOOD[: len(GOOD) // 2], "is no image, or damaged"),
-    "without pixels": (png(50, 50, b""), "is no image, or damaged"),
-    "empty": (b"", "is no image, or damaged"),
-    "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no image, or damaged"),
-    "another format": (encoded(Image.fromarray(picture(60, 60)), "TIFF"), "the formats are PNG, JPEG"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "is no image"),
-    "too many bytes": (GOOD + bytes(decoding.MAX_BYTES), "has more than 20,971,520 bytes"),
-}
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_refused(name: str, vision: VisionConfig) -> None:
     data, message = HOSTILE[name]
     with pytest.raises(ImageError) as refused:
         decoded(data, vision)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(jpeg_of_scans(400, 40), id="scans"),
+        pytest.param(jpeg_with(b"\xff\xfe\0\6\xff\xda\xff\xda" * 100), id="comments like scans"),
+        pytest.param(png_with(chunk(b"tEXt", b"a\0b") * 1_000), id="texts"),
+        pytest.param(encoded(Image.fromarray(picture(90, 70)), "GIF", comment=b"a" * 100_000), id="comment"),
+        pytest.param(
+            encoded(Image.fromarray(picture(90, 70)), "GIF", save_all=True,
+                    append_images=[Image.fromarray(picture(90, 70, i)) for i in range(1, 9)]),
+            id="animation",
+        ),
+        pytest.param(jpeg_with(b"")[:-2] + b"\xff\xd9" + b"\xff\xda" * 1_000, id="behind the end"),
+    ],
+)  # fmt: skip
+def test_files_with_many_parts_are_read(data: bytes, vision: VisionConfig) -> None:
+    expected = Image.open(io.BytesIO(data)).convert("RGB")
+    assert decoded(data, vision).shape == (*image_size(*expected.size, vision)[::-1], 3)
+
+
+def test_of_exif_data_only_the_orientation_is_decoded(vision: VisionConfig) -> None:
+    """Decoded, each of the values takes sixteen times its bytes."""
+    data = png_with(chunk(b"eXIf", exif_of(1, 2**20)))
+    tracemalloc.start()
+    try:
+        assert decoded(data, vision).shape == (*image_size(70, 90, vision)[::-1], 3)
+        assert tracemalloc.get_traced_memory()[1] < 3 * 10**6 + len(data) * 3
+    finally:
+        tracemalloc.stop()
 
 
 def test_damaged_files_raise_nothing_else(vision: VisionConfig) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import httpx2
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from backend.server.asgi import MAX_BODY_BYTES
+from tests.backend.images.hostile_files import HOSTILE, chunk, encoded, exif_of, png_with
 from tests.backend.server.conftest import RunningServer, StartServer
 from tests.backend.server.vision_checkpoint import VisionCheckpoint, build_vision_checkpoint
 from tests.backend.vision_models import PIXELS, logits_of, picture
@@ -180,6 +184,38 @@ def test_what_cannot_be_read_is_refused_by_name(server: RunningServer, name: str
     error = reply.json()["error"]
     assert error["param"].startswith(f"messages[1].{param}")
     assert message in error["message"]
+
+
+def resident_bytes(server: RunningServer, counter: str = "VmRSS") -> int:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.findall(rf"{counter}:\s*(\d+)", status)[0]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_hostile_files_get_an_answer_or_a_400_in_bounded_memory(
+    server: RunningServer, vision: VisionCheckpoint
+) -> None:
+    """Other requests are answered as before. The timeout of `post` is the bound in time."""
+    flat = Image.new("RGB", (8_000, 8_000), (9, 99, 199))
+    accepted: dict[str, bytes] = {
+        "64 million pixels": encoded(flat, "PNG"),
+        "an animation": encoded(image(60, 60), "GIF", save_all=True, append_images=[image(60, 60, 1)] * 9),
+        "four colours": encoded(image(60, 60).convert("CMYK"), "JPEG"),
+        "sixteen bits": encoded(image(60, 60).convert("L").convert("I").convert("I;16"), "PNG"),
+        "turned": png_with(chunk(b"eXIf", exif_of(8, 2**20))),
+        "nearly too thin": encoded(image(1, 199), "PNG"),
+    }
+    refused = {name: data for name, (data, _) in HOSTILE.items() if len(data) * 4 // 3 < MAX_BODY_BYTES - 10_000}
+    before = resident_bytes(server)
+    for name, data in (accepted | refused).items():
+        reply = post(server, [user(text_part("a"), image_part(data))])
+        if name in accepted:
+            assert reply.status_code == 200, (name, reply.text)
+        else:
+            assert reply.status_code == 400, (name, reply.text)
+            assert reply.json()["error"]["param"] == "messages[0].content[1].image_url"
+    assert resident_bytes(server, "VmHWM") - before < 2**30
+    check_tokens(vision, complete(server, [user(image_part(GOOD))]), [image(60, 60)])
 
 
 def test_the_placeholder_in_a_text_is_refused(server: RunningServer) -> None:
