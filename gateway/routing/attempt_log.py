@@ -114,7 +114,7 @@ class AttemptLog:
     def mark_prefill(self, computed: Usage | None) -> None:
         """Mark the last attempt as one at a prefill deployment. `computed` is None if that did not compute the prompt.
 
-        Its usage is not billed: the deployment that answers counts the prompt, too.
+        The deployment that answers counts the prompt, too, so it is billed once (`gateway.billing.prefilled_prompt`).
         """
         self.prefills += 1
         if computed is not None:
@@ -145,7 +145,9 @@ class AttemptLog:
         """Mark an attempt as a cancelled hedge although it answered: the other one answered in the same moment."""
         self.lost_hedges.append(deployment)
         self.done = [
-            msgspec.structs.replace(attempt, outcome=HEDGE_LOST) if attempt.deployment == deployment.name else attempt
+            msgspec.structs.replace(attempt, outcome=HEDGE_LOST)
+            if (attempt.deployment, attempt.outcome) == (deployment.name, "ok")
+            else attempt
             for attempt in self.done
         ]
 

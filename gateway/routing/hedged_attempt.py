@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import Floor
 from gateway.routing.attempt_log import CLIENT_GONE, HEDGE_LOST, AttemptLog
-from gateway.routing.attempt_runner import AttemptRunner
 from gateway.routing.base import Candidate
+from gateway.routing.remote_prefill import RemotePrefill
 from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
@@ -24,29 +25,33 @@ class HedgedAttempt:
     """Runs one hedged attempt. Call `run` once."""
 
     def __init__(
-        self, runner: AttemptRunner, call: Call, deadline: float, attempts: AttemptLog, floor: Floor | None
+        self, remote_prefill: RemotePrefill, call: Call, deadline: float, attempts: AttemptLog, floor: Floor | None
     ) -> None:
-        self._runner = runner
-        self._call = call
-        self._deadline = deadline
+        run = partial(remote_prefill.run_prepared, call)
+        self._run = partial(run, deadline=deadline, attempts=attempts, floor=floor, in_own_task=True)
         self._attempts = attempts
-        self._floor = floor
         self._tasks: list[asyncio.Task[Upstream | None]] = []
 
     async def run(
-        self, first: Candidate, hedge_after_seconds: float, choose_hedge: ChooseHedge, permit: SlotPermit
+        self,
+        prepared: Candidate,
+        first: Candidate,
+        hedge_after_seconds: float,
+        choose_hedge: ChooseHedge,
+        permit: SlotPermit,
     ) -> Upstream | None:
         """The first answer; None if neither deployment gave one.
 
-        `permit` then holds a slot at the winner's deployment.
+        `prepared` is `first`, perhaps with params to load the prompt. The second deployment computes it. `permit` then
+        holds a slot at the winner's deployment.
         """
         winner: Upstream | None = None
         second: tuple[Candidate, SlotPermit] | None = None
         try:
-            self._start(first)
+            self._start(prepared, first)
             await asyncio.wait(self._tasks, timeout=hedge_after_seconds)
             if not self._tasks[0].done() and (second := choose_hedge()) is not None:
-                self._start(second[0])
+                self._start(second[0], second[0])
             winner = await self._first_result()
             if winner is not None and second is not None and winner.deployment is second[0].deployment:
                 permit.swap(second[1])  # `permit` follows the winner; the other slot is released below
@@ -56,9 +61,8 @@ class HedgedAttempt:
             if second is not None:
                 second[1].release()
 
-    def _start(self, candidate: Candidate) -> None:
-        running = self._runner.run(self._call, candidate, self._deadline, self._attempts, self._floor, in_own_task=True)
-        self._tasks.append(asyncio.create_task(running))
+    def _start(self, prepared: Candidate, candidate: Candidate) -> None:
+        self._tasks.append(asyncio.create_task(self._run(prepared, candidate)))
 
     async def _first_result(self) -> Upstream | None:
         pending = set(self._tasks)

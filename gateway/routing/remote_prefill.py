@@ -8,18 +8,26 @@ predicted to take that deployment longer than `routing.remote_prefill_above`, a 
 So long prompts do not delay the answers that are in progress at the decode deployment. If no prefill deployment has a
 free slot, or if it fails, is late or does not say how to load the prompt, the decode deployment computes the prompt: a
 prefill deployment can cost a call time, but no answer. It is late after `LATE_FACTOR` times the predicted time, and
-gets at most `TTFT_SHARE` of the time to the first chunk. There is one prefill for each call. Its attempt is opened in
-the ledger as any other. Its tokens are never billed, since the deployment that answers counts the prompt, too; a client
-that disconnects during the prefill is billed for that.
+gets at most `TTFT_SHARE` of the time to the first chunk.
+
+The call's slot moves with it: during the prefill, the call has a slot of the prefill deployment, and the slot of the
+decode deployment serves another call. Afterwards it gets the first one that becomes free there, before queued calls. It
+keeps the prefill deployment's slot until then, so prompts that wait for a decode deployment are bounded by these slots.
+There is one prefill for each call. Its attempt is opened in
+the ledger as any other. The prompt is billed once, as the prefill deployment counted it
+(`gateway/billing/prefilled_prompt.py`). A client that disconnects during the prefill is billed for that.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import msgspec
 
 from gateway.core.errors import UpstreamRefused
 from gateway.core.kv_transfer import PREFILL, read_answer
 from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Floor
 from gateway.policy.roles import DECODE
@@ -56,22 +64,29 @@ class RemotePrefill:
         candidate: Candidate,
         candidates: list[Candidate],
         strategy: Strategy,
+        permit: SlotPermit,
         deadline: float,
         attempts: AttemptLog,
-    ) -> Candidate:
+    ) -> Candidate | None:
         """The candidate with the deployment from which it should load the prompt, which then has computed it.
 
-        Unchanged if the candidate should compute the prompt itself. Raises `LedgerUnavailable`.
+        Unchanged if the candidate should compute the prompt itself. None if its deployment had no free slot in time
+        after the prefill; otherwise, `permit` has a slot there. Raises `LedgerUnavailable`.
         """
         now = attempts.loop.time()
         ranked = self._rank(call, candidate.deployment, strategy, now)
         candidate = with_block_source(call, candidate, [*candidates, *ranked], now)
         chosen = None if attempts.prefills else _choose(call, candidate, ranked, now)
-        if chosen is None:
+        if chosen is None or not permit.move_to(chosen.deployment):
             return candidate
         last_deployment = attempts.last_deployment
         params = await self._run(call, chosen, deadline, attempts)
+        if not permit.move_to(candidate.deployment):
+            seconds = deadline - attempts.loop.time()
+            await self._fleet.move_when_slot_free(permit, [candidate.deployment], seconds)
         attempts.last_deployment = last_deployment  # the prefill is not billed, unless it is cancelled
+        if not permit.is_at(candidate.deployment):
+            return None
         if params is None:
             return candidate
         prediction = chosen.deployment.predict_cache(call.fingerprint, attempts.loop.time())
@@ -86,15 +101,20 @@ class RemotePrefill:
         deadline: float,
         attempts: AttemptLog,
         floor: Floor | None,
+        *,
+        in_own_task: bool = False,
     ) -> Upstream | None:
         """Run an attempt of `prepared`. If the deployment rejects it, run it as it was before: `candidate`.
 
         The prefill deployment has accepted the prompt, so it may be the params that the other one rejects.
         """
+        run = partial(self._runner.run, call, in_own_task=in_own_task)
+        if prepared.kv_transfer is None:
+            return await run(prepared, deadline, attempts, floor)
         try:
-            return await self._runner.run(call, prepared, deadline, attempts, floor)
+            return await run(prepared, deadline, attempts, floor)
         except UpstreamRefused as refusal:
-            upstream = await self._runner.run(call, candidate, deadline, attempts, floor)
+            upstream = await run(candidate, deadline, attempts, floor)
             reason = f"it rejected kv_transfer_params with status {refusal.upstream_status}; does it load blocks?"
             candidate.deployment.failures.failed("no_kv_transfer", reason, call.id, attempts.loop.time())
             return upstream
@@ -121,21 +141,17 @@ class RemotePrefill:
         """Let a prefill deployment compute the prompt. Returns what the decode deployment needs to load it."""
         deployment, loop, done = chosen.deployment, attempts.loop, len(attempts.done)
         now = loop.time()
-        permit = self._fleet.take([deployment], now)
-        if permit is None:
-            return None
         limit_seconds = _limit_seconds(call, chosen)
         due = min(now + limit_seconds, now + TTFT_SHARE * (deadline - now))
         computed: Usage | None = None
         try:
-            with permit:
-                request = _prefill_call(call, due, limit_seconds)
-                upstream = await self._runner.run(request, chosen, due, attempts, None)
-                if upstream is None:
-                    return None
-                params, usage = read_answer(upstream.first_chunk_bytes)
-                computed = _read_usage(usage) or Usage(input_uncached=call.input_tokens_estimate)
-                await _finish(call, upstream, computed)
+            request = _prefill_call(call, due, limit_seconds)
+            upstream = await self._runner.run(request, chosen, due, attempts, None)
+            if upstream is None:
+                return None
+            params, usage = read_answer(upstream.first_chunk_bytes)
+            computed = _read_usage(usage) or Usage(input_uncached=call.input_tokens_estimate)
+            await _finish(call, upstream, computed)
         except UpstreamRefused:  # perhaps of what only this engine lacks: the decode deployment decides
             return None
         finally:  # on every way out, cancellation included

@@ -280,8 +280,10 @@ class Router:
                 prepared = with_block_source(call, candidate, candidates, now)
             else:
                 strategy, prepare = self._chosen[call.operation], self._remote_prefill.prepare
-                prepared = await prepare(call, candidate, candidates, strategy, deadline, attempts)
-                now = loop.time()
+                found = await prepare(call, candidate, candidates, strategy, permit, deadline, attempts)
+                if found is None:
+                    continue
+                prepared, now = found, loop.time()
             attempt_deadline = deadline
             if call.stream and attempts.tries < MAX_ATTEMPTS - 1 and _others_may_answer(candidates, candidate, now):
                 attempt_deadline = now + TTFT_SHARE * (deadline - now)
@@ -291,10 +293,9 @@ class Router:
                 run = self._remote_prefill.run_prepared
                 upstream = await run(call, prepared, candidate, attempt_deadline, attempts, floor)
             else:
-                hedged = HedgedAttempt(self._runner, call, attempt_deadline, attempts, floor)
-                upstream = await hedged.run(
-                    prepared, hedge_after_seconds, partial(self._choose_hedge, remaining), permit
-                )
+                hedged = HedgedAttempt(self._remote_prefill, call, attempt_deadline, attempts, floor)
+                choose = partial(self._choose_hedge, remaining)
+                upstream = await hedged.run(prepared, candidate, hedge_after_seconds, choose, permit)
             if upstream is not None:
                 return upstream
         return None
@@ -369,7 +370,7 @@ def _no_answer_error(call: Call, attempts: AttemptLog, candidates: list[Candidat
         ejected = [each.deployment for each in candidates if each.deployment.ejections.reason]
         reasons = "".join(f"; {deployment.name}: {deployment.ejections.reason}" for deployment in ejected)
         return Overloaded(
-            f"no deployment of {call.model_name} is available: each one has failed, or asked for a pause{reasons}",
+            f"no deployment of {call.model_name} is available: each one failed, is full, or asked for a pause{reasons}",
             retry_after_seconds=max(retry_in_seconds, BUSY_PAUSE_SECONDS),
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)

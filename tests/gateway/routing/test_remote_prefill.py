@@ -46,6 +46,16 @@ class Seen(Script):
         return await super().open(call, headers=headers, body=body)
 
 
+class Strict(Seen):
+    """Rejects `kv_transfer_params`."""
+
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+        response = await super().open(call, headers=headers, body=body)
+        if call.kv_transfer is not None:
+            raise status(400, Fault.REFUSED)
+        return response
+
+
 def policy(provider: str = "vllm", *, decode: str = "d", prefill: str = "p", **fields: Any) -> Policy:
     """Prefill deployments are fast, and decode deployments have the default of 2,000 tokens per second."""
     roles = {**dict.fromkeys(prefill, ("prefill", 1_000_000)), **dict.fromkeys(decode, ("decode", 2_000))}
@@ -174,13 +184,6 @@ async def test_a_prefill_is_late_after_a_multiple_of_its_predicted_time() -> Non
 
 
 async def test_a_decode_deployment_that_rejects_the_params_answers_without_them() -> None:
-    class Strict(Seen):
-        async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
-            response = await super().open(call, headers=headers, body=body)
-            if call.kv_transfer is not None:
-                raise status(400, Fault.REFUSED)
-            return response
-
     rig = Rig(policy(), p=Seen(ANSWER), d=Strict(TEXT, DONE))
     assert await rig.chunks(messages=LONG) == [TEXT, DONE]
     assert rig.outcomes == [("p", "prefilled"), ("d", "refused"), ("d", "ok")]
@@ -257,6 +260,105 @@ async def test_a_failed_decode_deployment_is_replaced_by_another_one() -> None:
     assert await rig.chunks(messages=LONG) == [TEXT, DONE]
     assert rig.outcomes == [("p", "prefilled"), ("d", "status_503"), ("e", "ok")]
     assert e.calls[0].kv_transfer is None, "the params were the first one's, which may have used them"
+
+
+def narrow(provider: str = "vllm", **fields: Any) -> Policy:
+    """Each deployment has one slot."""
+    given = policy(provider, **fields)
+    return given.model_copy(
+        update={"deployments": tuple(one.model_copy(update={"max_concurrency": 1}) for one in given.deployments)}
+    )
+
+
+async def in_flight(rig: Rig, script: Seen, number: int) -> None:
+    """Waits until the deployment has been sent so many requests. No deployment has more calls than slots."""
+    async with asyncio.timeout(10):
+        while script.opened < number:
+            assert all(one.slots_taken <= one.slots for one in rig.fleet)
+            await asyncio.sleep(0)
+
+
+async def test_during_the_prefill_the_decode_deployment_serves_another_call() -> None:
+    computed = asyncio.Event()
+    p, d = Seen(computed, ANSWER), decoding()
+    rig = Rig(narrow(), p=p, d=d)
+    long = asyncio.create_task(rig.chunks(messages=LONG))
+    await in_flight(rig, p, 1)
+    assert await rig.chunks(rig.new_attempts()) == [TEXT, DONE]
+    assert d.opened == 1
+    computed.set()
+    assert await long == [TEXT, DONE]
+    assert rig.outcomes == [("p", "prefilled"), ("d", "ok")]
+    assert rig.idle()
+
+
+async def test_after_the_prefill_the_call_gets_the_next_slot_before_queued_calls() -> None:
+    computed, answered = asyncio.Event(), asyncio.Event()
+    p, d = Seen(computed, ANSWER), Seen(TEXT, answered, DONE)
+    rig = Rig(narrow(), p=p, d=d)
+    long = asyncio.create_task(rig.chunks(messages=LONG))
+    await in_flight(rig, p, 1)
+    short = [asyncio.create_task(rig.chunks(rig.new_attempts())) for _ in range(2)]
+    await in_flight(rig, d, 1)
+    computed.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (d.opened, p.closed) == (1, 1), "the slot is taken"
+    assert deployment_named(rig, "p").slots_taken == 1, "so that prompts that wait for a slot are bounded"
+    answered.set()
+    assert await asyncio.gather(long, *short) == [[TEXT, DONE]] * 3
+    assert [call.kv_transfer is None for call in d.calls] == [True, False, True]
+    assert rig.idle()
+
+
+async def test_a_call_that_finds_no_slot_after_its_prefill_fails_in_time_and_is_not_billed() -> None:
+    computed, answered = asyncio.Event(), asyncio.Event()
+    p, d = Seen(computed, ANSWER), Seen(TEXT, answered, DONE)
+    rig = Rig(narrow(classes={"realtime": {"ttft": "300ms"}}), p=p, d=d)
+    long = asyncio.create_task(rig.chunks(messages=LONG))
+    await in_flight(rig, p, 1)
+    short = asyncio.create_task(rig.chunks(rig.new_attempts()))
+    await in_flight(rig, d, 1)
+    computed.set()
+    with pytest.raises(Overloaded, match="no deployment of m is available"):
+        await long
+    assert rig.attempts.last_deployment is None
+    answered.set()
+    assert await short == [TEXT, DONE]
+    assert rig.idle()
+
+
+async def test_a_client_that_leaves_while_its_call_waits_for_a_slot_frees_the_other_one() -> None:
+    computed, answered = asyncio.Event(), asyncio.Event()
+    p, d = Seen(computed, ANSWER), Seen(TEXT, answered, DONE)
+    rig = Rig(narrow(), p=p, d=d)
+    long = asyncio.create_task(rig.chunks(messages=LONG))
+    await in_flight(rig, p, 1)
+    short = asyncio.create_task(rig.chunks(rig.new_attempts()))
+    await in_flight(rig, d, 1)
+    computed.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+    assert [one.slots_taken for one in rig.fleet] == [0, 1]
+    answered.set()
+    assert await short == [TEXT, DONE]
+    assert (d.opened, rig.idle()) == (1, True)
+
+
+async def test_a_hedged_attempt_that_rejects_the_params_is_repeated_without_them() -> None:
+    hedged = {"realtime": {"hedge": {"after": "60s", "budget": 1.0}}}
+    p, d, e = Seen(ANSWER), Strict(TEXT, DONE), decoding()
+    rig = Rig(policy(decode="de", classes=hedged), p=p, d=d, e=e)
+    deployment_named(rig, "e").slots_taken = 1  # so that the other one is tried first
+    assert await rig.chunks(messages=LONG) == [TEXT, DONE]
+    assert rig.outcomes == [("p", "prefilled"), ("d", "refused"), ("d", "ok")]
+    assert (e.opened, rig.attempts.lost_hedges) == (0, [])
+    assert "kv_transfer_params" in deployment_named(rig, "d").failures.last_reason
+    deployment_named(rig, "e").slots_taken = 0
+    assert rig.idle()
 
 
 async def test_a_hedge_computes_the_prompt_itself() -> None:
