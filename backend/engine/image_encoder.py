@@ -5,7 +5,7 @@ image of a thousand tokens can take as long as hundreds of decode steps. torch c
 where an image takes milliseconds, the engine's thread launches at most one before each step.
 
 An error while an image is encoded belongs to this image: the engine ends the requests that have it (waiting.py), and
-goes on. With several ranks, only rank 0 encodes images, so the others need not know.
+continues. With several ranks, only rank 0 encodes images, so the others need not know.
 """
 
 from __future__ import annotations
