@@ -27,6 +27,7 @@ from gateway.billing.hedge_usage import HedgeUsage
 from gateway.billing.metering import Meter
 from gateway.billing.native_metering import NativeMeter, PassedStreamMeter
 from gateway.billing.open_calls import CallLog, CallOpener
+from gateway.billing.prefilled_prompt import with_prefill_billed
 from gateway.billing.receipts import Bill, bill_of, make_receipt
 from gateway.billing.settler import Settler
 from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
@@ -250,7 +251,8 @@ class Settlement:
             self._attempts.done = (self._hedge_usage or HedgeUsage(self._call)).with_usage(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
-        usage = record.usage = self.meter.usage
+        usage, attempts = with_prefill_billed(self.meter.usage, self._attempts.done)
+        record.usage = usage
         deployment = billed.config if billed is not None else None
         bill = self._bill(usage)
         opened = self._opener.opened
@@ -260,7 +262,7 @@ class Settlement:
             outcome=outcome,
             timings=record.timings,
             bill=bill,
-            attempts=self._attempts.done,
+            attempts=attempts,
             deployment=deployment,
             from_cache=self._from_cache,
             started=opened[0].started if opened else None,
@@ -314,7 +316,8 @@ class Settlement:
         use only with the tokens that it took so long for.
         """
         upstream = self._upstream
-        if upstream is None or self._learned or not (usage := self._usage()).exact:
+        # What is billed may be another deployment's count (`with_prefill_billed`).
+        if upstream is None or self._learned or not (usage := self.meter.usage).exact:
             return
         self._learned = True
         input_tokens = usage.input

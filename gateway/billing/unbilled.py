@@ -3,7 +3,7 @@
 No tenant pays for such an attempt, but its vendor may bill it. So the ledger gets an `unbilled` row with the tokens and
 their cost by the list price, without the tenant's own terms. The tokens are:
 
-  its answer had counts, as a prefill's has  exact: these counts
+  its answer had counts, as a prefill's has  exact: these counts, exchanged with the answer's (`prefilled_prompt.py`)
   the deployment has a usage record of it    exact: the counts in the record
   it keeps records, but has none of it       0: the request never arrived, or the engine lost its work with the record
   an error status, or nothing was sent       0: no vendor bills these

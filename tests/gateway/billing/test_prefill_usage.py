@@ -21,7 +21,6 @@ from tests.gateway.harness import (
     policy_of,
     settle,
     tenant,
-    usage_frame,
 )
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1}
@@ -32,10 +31,10 @@ def prefilled(prompt: int = 10, cached: int = 0) -> bytes:
     return answer(kv_transfer_params=PARAMS, usage=usage)
 
 
-def with_roles() -> dict[str, Any]:
+def with_roles(**price: str) -> dict[str, Any]:
     """The deployment a computes the prompts of b. Each costs 1 per million tokens of input, and 2 of output."""
     deployments = [
-        {**deployment, "provider": "vllm", "model": "served", "role": role}
+        {**deployment, "provider": "vllm", "model": "served", "role": role, "price": deployment["price"] | price}
         for deployment, role in zip(policy_of()["deployments"], ("prefill", "decode"), strict=False)
     ]
     return {
@@ -49,29 +48,55 @@ def unbilled(rig: Rig) -> list[dict[str, Any]]:
     return [row for row in rig.rows() if row["kind"] == "unbilled"]
 
 
+def loaded(prompt: int, output: int, cached: int) -> bytes:
+    """The last event of an answer, with its usage."""
+    usage = {**counted(prompt, output), "prompt_tokens_details": {"cached_tokens": cached}}
+    return b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+
+
 @pytest.mark.parametrize("has_usage_records", [True, False])
-async def test_the_receipt_bills_the_answer_and_lists_the_prefill(tmp_path: Path, has_usage_records: bool) -> None:
-    async with a_rig(tmp_path, **with_roles()) as rig:
+@pytest.mark.parametrize(
+    ("of_prefill", "of_answer", "cost", "unbilled_cost"),
+    [
+        pytest.param(4, 8, "0.0000104", "0.0000048", id="loaded"),  # 6 + 4 / 10 + 2 * 2; 2 + 8 / 10 + 2
+        pytest.param(4, 0, "0.0000104", "0.000012", id="the load has failed"),
+        pytest.param(0, 8, "0.000014", "0.0000048", id="nothing was cached"),
+    ],
+)
+async def test_the_receipt_bills_the_prompt_as_the_prefill_deployment_counted_it(
+    tmp_path: Path, has_usage_records: bool, of_prefill: int, of_answer: int, cost: str, unbilled_cost: str
+) -> None:
+    async with a_rig(tmp_path, **with_roles(cached_input="0.1")) as rig:
         prefill, decode = rig.servers["a"], rig.servers["b"]
         prefill.has_usage_records = has_usage_records
-        prefill.script, decode.script = (prefilled(cached=4),), (delta("hi"), usage_frame(10, 2), DONE)
+        prefill.script, decode.script = (prefilled(cached=of_prefill),), (delta("hi"), loaded(10, 2, of_answer), DONE)
         client = await rig.ask(chat(stream=True))
         assert client.headers["x-warmpath-deployment"] == "b"
         (receipt,) = rig.receipts()
-        assert (receipt["deployment"], receipt["input_uncached"], receipt["output"]) == ("b", 10, 2)
-        assert receipt["cost"] == "0.000014"  # (10 * 1 + 2 * 2) / 1M
-        assert [(each["deployment"], each["outcome"], each.get("unbilled")) for each in receipt["attempts"]] == [
-            ("a", "prefilled", {"input": 10, "output": 1, "exact": True, "cache_read": 4}),
-            ("b", "ok", None),
-        ]
+        assert (receipt["deployment"], receipt["cost"], receipt["output"]) == ("b", cost, 2)
+        assert (receipt["input_uncached"], receipt.get("cache_read", 0)) == (10 - of_prefill, of_prefill)
         await rig.recovery.catch_up()
         (row,) = unbilled(rig)
-        counts = {name: row[name] for name in ("deployment", "outcome", "input_uncached", "cache_read", "output")}
-        assert counts == {"deployment": "a", "outcome": "prefilled", "input_uncached": 6, "cache_read": 4, "output": 1}
-        assert row["exact"] and row["cost"] == "0.000012", "what the vendor may bill"
+        assert (row["deployment"], row["outcome"], row["output"]) == ("a", "prefilled", 1)
+        assert (row["input_uncached"], row.get("cache_read", 0)) == (10 - of_answer, of_answer), "as b counted"
+        assert row["exact"] and row["cost"] == unbilled_cost
         assert prefill.asked_for == [], "its answer has the counts"
+        (first, _) = receipt["attempts"]
+        assert first["unbilled"]["input"] - first["unbilled"].get("cache_read", 0) == row["input_uncached"]
         by_deployment = {one.name: (one.input_billed, one.output_billed) for one in rig.fleet}
         assert by_deployment == {"a": (10, 1), "b": (10, 2)}, "as the engines count"
+
+
+@pytest.mark.parametrize(
+    "usage", [{"prompt_tokens": 11, "completion_tokens": 1}, None], ids=["other tokens", "an estimate"]
+)
+async def test_a_prefill_that_counts_otherwise_is_not_billed(tmp_path: Path, usage: dict[str, int] | None) -> None:
+    async with a_rig(tmp_path, **with_roles(cached_input="0.1")) as rig:
+        rig.servers["a"].script = (answer(kv_transfer_params=PARAMS, usage=usage),)
+        rig.servers["b"].script = (delta("hi"), loaded(10, 2, 8), DONE)
+        await rig.ask(chat(stream=True))
+        (receipt,) = rig.receipts()
+        assert (receipt["input_uncached"], receipt["cache_read"], receipt["cost"]) == (2, 8, "0.0000068")
 
 
 async def test_a_failed_prefill_is_billed_to_nobody(tmp_path: Path) -> None:
