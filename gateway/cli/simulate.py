@@ -199,7 +199,12 @@ def _capacity(text: str, traffic: TrafficTrace) -> int:
 def _policy(path: Path | None, deployments: int) -> Policy:
     if path is None:
         return default_policy(deployments)
-    return policy_for(policy_or_exit(path, checks=ANYWHERE), deployments)
+    given = policy_or_exit(path, checks=ANYWHERE)
+    if any(deployment.role for deployment in given.deployments):
+        print_stderr("`role` is ignored: each simulated deployment computes its prompts itself, and loads none")
+        without = tuple(deployment.model_copy(update={"role": None}) for deployment in given.deployments)
+        given = given.model_copy(update={"deployments": without})
+    return policy_for(given, deployments)
 
 
 def _compared(traffic: TrafficTrace, site: SimulatedSite, names: list[str], *, hints: bool) -> list[StrategySummary]:

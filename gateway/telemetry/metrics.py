@@ -27,6 +27,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from gateway.core.kv_transfer import PREFILLED
 from gateway.core.money import ATOM_DECIMALS
 from gateway.policy import Policy
 from gateway.telemetry import names, request_metrics
@@ -94,6 +95,8 @@ class Metrics:
         self._registry.register(self._tenants)
         self._attempts = self._counter(request_metrics.ATTEMPTS)
         self._block_loads = self._counter(request_metrics.BLOCK_LOADS)
+        self._prefill_tokens = self._counter(request_metrics.PREFILL_TOKENS)
+        self._prefill_seconds = self._histogram(request_metrics.PREFILL_SECONDS)
         self._lost_tokens = self._counter(request_metrics.LOST_TOKENS)
         self._cache = self._counter(request_metrics.CACHE)
         self._prefix_predicted = self._counter(request_metrics.PREFIX_PREDICTED)
@@ -156,8 +159,8 @@ class Metrics:
             self._attempts.labels(attempt.deployment, _attempt_outcome(attempt)).total += 1
             if attempt.blocks_from is not None:
                 self._block_loads.labels(attempt.deployment, attempt.blocks_from).total += 1
-            if attempt.unbilled is not None and attempt.outcome == _HEDGE_LOST:
-                self._add_unbilled(attempt.deployment, attempt.unbilled)
+            if attempt.unbilled is not None:
+                self._add_unbilled(attempt, attempt.unbilled)
         if call is not None:
             self._cache.labels(record.cache).total += 1
             self._update_tenant(record, call)
@@ -191,7 +194,14 @@ class Metrics:
         elif record.cost is None and usage is not None:
             self._unpriced.labels(call.model_name).total += 1
 
-    def _add_unbilled(self, deployment: str, usage: Usage) -> None:
+    def _add_unbilled(self, attempt: Attempt, usage: Usage) -> None:
+        deployment = attempt.deployment
+        if attempt.outcome == PREFILLED:
+            self._prefill_tokens.labels(deployment, "computed").add(usage.input_uncached)
+            self._prefill_tokens.labels(deployment, "cached").add(usage.cache_read)
+            self._prefill_seconds.labels(deployment).observe((attempt.ended_ns - attempt.started_ns) / 1e9)
+        if attempt.outcome != _HEDGE_LOST:
+            return
         exact = "true" if usage.exact else "false"
         self._lost_tokens.labels(deployment, "input", exact).add(usage.input)
         self._lost_tokens.labels(deployment, "output", exact).add(usage.output)
@@ -214,7 +224,7 @@ class Metrics:
         reasoning.total += usage.reasoning
         series.input.observe(usage.input)
         series.output.observe(usage.output)
-        if usage.exact:
+        if usage.exact and record.attempts[0].outcome != PREFILLED:  # then two caches have their part in it
             series.prefix_predicted.total += predicted_cached_tokens(record.attempts, record.deployment)
             series.prefix_reported.total += usage.cache_read
 

@@ -73,6 +73,14 @@ BLOCK_LOADS = CounterDeclaration(
     "Attempts that were to load the beginning of their prompt from another deployment, the source.",
     "deployment source",
 )
+PREFILL_TOKENS = CounterDeclaration(
+    "warmpath_prefill_tokens",
+    "Prompt tokens of calls that a prefill deployment computed for another one. kind: computed or cached there.",
+    "deployment kind",
+)
+PREFILL_SECONDS = HistogramDeclaration(
+    "warmpath_prefill_seconds", "Duration of prefills for other deployments.", "deployment", DURATION_BUCKETS
+)
 LOST_TOKENS = CounterDeclaration(
     "warmpath_hedge_lost_tokens",
     "Tokens of cancelled hedge attempts, which are not billed. Counted by the deployments' own records. If "

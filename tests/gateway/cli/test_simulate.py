@@ -33,6 +33,21 @@ def test_strategies_are_compared(warmpath: Warmpath, trace: str, tmp_path: Path)
     assert f"{len(STRATEGIES)} of {len(STRATEGIES)}" in result.stderr
 
 
+def test_roles_are_ignored_and_that_is_said(warmpath: Warmpath, trace: str, tmp_path: Path) -> None:
+    (tmp_path / "roles.yaml").write_text(json.dumps({
+        "deployments": [
+            {"name": name, "base_url": f"http://{name}.invalid/v1", "provider": "vllm", "model": "m", "role": role}
+            for name, role in (("p", "prefill"), ("d", "decode"))
+        ],
+        "models": [{"name": "m", "deployments": ["p", "d"]}],
+        "tenants": [{"name": "t"}],
+    }))  # fmt: skip
+    result = warmpath("simulate", "--trace", trace, "--capacity", "64k", "--only", "warmpath", "--policy", "roles.yaml")
+    assert result.exit_code == 0, result.stderr
+    assert "`role` is ignored" in result.stderr
+    assert "40 requests" in result.stdout
+
+
 def test_json_and_a_single_strategy(warmpath: Warmpath, trace: str) -> None:
     result = warmpath(
         "simulate", "--trace", trace, "--capacity", "64k", "--only", "warmpath", "--gateways", "2", "--json"

@@ -1,15 +1,17 @@
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.core.kv_transfer import PREFILLED
 from gateway.policy import Policy
 from gateway.telemetry import CallRecord, Telemetry, aggregates
 from gateway.telemetry.metrics import UNSORTED_MAX
 from gateway.telemetry.observable import LEDGER_ROWS, QUEUE_DEPTH, ObservableMetric
-from gateway.types import Attempt, Outcome
+from gateway.types import Attempt, Outcome, Usage
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, timings
 from tests.otlp_collector import Collector
 
@@ -58,6 +60,23 @@ def test_a_request_is_counted_once_with_its_tokens_and_times(record: CallRecord)
     }
     assert read("gen_ai_client_operation_duration_seconds_sum", **gen_ai, error_type="") == pytest.approx(0.0488)
     assert read("gen_ai_client_token_usage_sum", **gen_ai, gen_ai_token_type="input") == 120
+
+
+def test_a_prefill_for_another_deployment_is_counted_where_it_was_computed(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    first, answer = record.attempts
+    computed = Usage(input_uncached=90, cache_read=30, output=1, exact=True)
+    prefill = msgspec.structs.replace(
+        first, outcome=PREFILLED, unbilled=computed, ended_ns=first.started_ns + 250_000_000
+    )
+    record.attempts = [prefill, answer]
+    telemetry.record(record)
+    tokens = {kind: value(telemetry, "warmpath_prefill_tokens_total", deployment="a", kind=kind)
+              for kind in ("computed", "cached")}  # fmt: skip
+    assert tokens == {"computed": 90, "cached": 30}
+    assert value(telemetry, "warmpath_prefill_seconds_sum", deployment="a") == pytest.approx(0.25)
+    assert value(telemetry, "warmpath_prefill_seconds_count", deployment="a") == 1
+    assert not value(telemetry, "warmpath_prefix_reported_tokens_total", deployment="b"), "not its own cache alone"
 
 
 def test_observed_values_are_sorted_into_buckets_periodically_and_none_is_lost(record: CallRecord) -> None:

@@ -12,11 +12,12 @@ import { GROUP_COLUMNS, rangeText } from "./groups.js";
 
 /**
  * @typedef {import("../history.js").Point} Point
- * @typedef {{ name: string, provider: string, base_url: string, model: string, max_concurrency: number }} Deployment
+ * @typedef {{ name: string, provider: string, base_url: string, model: string, max_concurrency: number,
+ *   role: string | null }} Deployment
  * @typedef {{
  *   name: string, deployment: Deployment, point: Point, states: string[], inFlight: number | null,
- *   reported: Map<string, number> | undefined, unavailable: string | undefined,
- * }} Row  `unavailable`: why it gets no requests
+ *   reported: Map<string, number> | undefined, unavailable: string | undefined, prefilled: number | null,
+ * }} Row  `unavailable`: why it gets no requests; `prefilled`: prompt tokens computed for other deployments
  */
 
 /** How the states of a circuit breaker are shown: [level, label, explanation], from best to worst. */
@@ -107,7 +108,7 @@ export function deploymentsPanel() {
      */
     show({ metrics, policy, history, unavailable }) {
       if (!policy) return;
-      const { states, inFlight, reported } = nowOf(metrics);
+      const { states, inFlight, reported, prefilled } = nowOf(metrics);
       table.show(
         policy.deployments.map((/** @type {Deployment} */ deployment) => ({
           name: deployment.name,
@@ -117,6 +118,7 @@ export function deploymentsPanel() {
           inFlight: inFlight.get(deployment.name) ?? null,
           reported: reported.get(deployment.name),
           unavailable: unavailable[deployment.name],
+          prefilled: prefilled.get(deployment.name) ?? null,
         })),
       );
       update(note, history && `State and load are current; the other columns cover the ${rangeText(history)}.`);
@@ -131,19 +133,22 @@ function nowOf(latest) {
   const states = new Map();
   /** @type {Map<string, Map<string, number>>} */
   const reported = new Map();
-  if (!latest) return { states, inFlight: new Map(), reported };
+  if (!latest) return { states, inFlight: new Map(), reported, prefilled: new Map() };
   for (const { labels } of samples(latest, "warmpath_deployment_breaker").filter((each) => each.value === 1)) {
     states.set(labels.deployment, [...(states.get(labels.deployment) ?? []), labels.state]);
   }
   for (const { labels, value } of samples(latest, "warmpath_deployment_reported")) {
     reported.set(labels.deployment, (reported.get(labels.deployment) ?? new Map()).set(labels.what, value));
   }
-  return { states, inFlight: totals(latest, "warmpath_deployment_inflight", "deployment"), reported };
+  const prefilled = totals(latest, "warmpath_prefill_tokens_total", "deployment", ({ kind }) => kind === "computed");
+  return { states, inFlight: totals(latest, "warmpath_deployment_inflight", "deployment"), reported, prefilled };
 }
 
 /** @param {Row} row */
-function nameOf({ deployment }) {
-  const model = `${deployment.model} · ${deployment.provider}`;
+function nameOf({ deployment, prefilled }) {
+  const role = deployment.role ? ` · ${deployment.role}` : "";
+  const tokens = prefilled ? `, ${short(prefilled)} prompt tokens computed` : "";
+  const model = `${deployment.model} · ${deployment.provider}${role}${tokens}`;
   return [deployment.name, h("span", { class: "second", title: deployment.base_url }, model)];
 }
 
