@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,27 @@ def test_a_process_is_ended_by_a_signal(start: Start) -> None:
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process.kill()  # it has ended, so nothing else that has its pid is killed
+
+
+def test_a_process_gets_an_open_file_and_the_pid_of_its_parent(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "writing.py").write_text("import os, sys; os.write(int(sys.argv[1]), sys.argv[2].encode())")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    reading, writing = os.pipe()
+    with (tmp_path / "out").open("wb") as out:
+        process = launcher.start(["writing"], out, out, env, tmp_path, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        parent = int(file.read())  # to the end, so no other process has kept it open
+    assert parent not in (os.getpid(), process.pid)
+    assert process.wait() == 0
+
+
+def test_threads_can_wait_for_one_process(start: Start) -> None:
+    process = start("0", "wait")
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(process.wait) for _ in range(4)]
+        process.kill()
+        assert {each.result() for each in waiting} == {-signal.SIGKILL}
 
 
 def test_processes_outlive_the_launcher(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ ends it too, and rank 0 then ends the engine.
 
 from __future__ import annotations
 
+from backend import early_imports  # noqa: F401
+
+# isort: split
 import logging
 import os
 import signal

@@ -126,11 +126,7 @@ class Followers:
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # In a session of its own: an interrupt from the terminal is for rank 0 alone.
-            process = subprocess.Popen(
-                [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()], cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+            process = start_process(theirs.fileno())
         self._links.append(Link(ours))
         self._processes.append(process)
         threading.Thread(target=self._await_end, args=(rank, process), name=f"rank {rank}", daemon=True).start()
@@ -175,6 +171,17 @@ class Followers:
     def _end_all(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def start_process(file: int) -> subprocess.Popen[bytes]:
+    """Starts a follower with this end of its socket pair.
+
+    It has a session of its own, because an interrupt from the terminal is for rank 0 alone.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", FOLLOWER, str(file), str(os.getpid())],
+        pass_fds=[file], cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
 
 
 def _how(status: int) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
+from backend.parallel import processes
+from tests.launcher import start_with_file
 
 LoadEngine = Callable[..., Engine]
 
@@ -25,3 +27,12 @@ def load() -> Iterator[LoadEngine]:
     yield load
     for engine in engines:
         engine.runner.model.close()
+
+
+@pytest.fixture
+def forked_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers are forked from an interpreter that has imported torch, which is most of the CPU time of their start.
+
+    For tests of what they compute. How they start and end is tested with the real start.
+    """
+    monkeypatch.setattr(processes, "start_process", lambda file: start_with_file(processes.FOLLOWER, file))

@@ -17,6 +17,8 @@ from tests.backend.engine.test_invariance_of_families import outputs, requests
 from tests.backend.gguf_writer import as_type, write_gguf
 from tests.backend.parallel.conftest import LoadEngine
 
+pytestmark = pytest.mark.usefixtures("forked_followers")
+
 CheckpointDir = Callable[[str], Path]
 
 CRAMPED: dict[str, Any] = {"num_blocks": 52, "block_size": 4, "max_num_batched_tokens": 9, "speculation": "ngram"}
