@@ -81,6 +81,7 @@ async def test_two_gateways_share_leased_slices_of_each_limit(redises: Cluster |
     async with opened(redises.url, "one") as first, opened(redises.url, "other") as second:
         gateways = [Slices(first, "one"), Slices(second, "other")]
         for slices in gateways:
+            await slices.start()  # without it, `stop` reports and returns nothing
             slices.begin_leasing()
         for tenant in TENANTS:
             admitted, number = 0, 0
