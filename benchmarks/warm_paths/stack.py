@@ -128,7 +128,7 @@ def gateway(
 
 
 def receipts(folder: Path) -> list[dict[str, Any]]:
-    """All receipts of a gateway, in the order in which they were written."""
+    """All receipts of a gateway, in the order in which they were written. A row that is being written is omitted."""
     files = [file for chain in chains(folder / "data" / "ledger") for file in segments(chain)]
-    rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    rows = [json.loads(line) for file in files for line in file.read_bytes().split(b"\n")[:-1]]
     return [complete_receipt(row) for row in rows if row["kind"] == "receipt"]

@@ -20,6 +20,7 @@ from gateway.billing.ledger.chain import segments
 from gateway.billing.ledger.rows import complete_receipt
 from gateway.policy.file import load_policy
 from gateway.server.policy_checks import ANYWHERE
+from tests.e2e.processes import complete_lines
 from tests.gateway.harness import Client, chat, policy_of, tenant
 from tests.gateway.providers.scripted_server import (
     STREAM_END,
@@ -226,7 +227,7 @@ async def gateway_for(folder: Path, server: ScriptedServer, service: Service) ->
 
 
 def receipts(app: Application) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for file in segments(app.ledger) for line in file.read_bytes().splitlines()]
+    rows = [json.loads(line) for file in segments(app.ledger) for line in complete_lines(file)]
     return [complete_receipt(row) for row in rows if row["kind"] == "receipt"]
 
 

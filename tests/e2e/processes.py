@@ -70,6 +70,11 @@ def clean_environment(**settings: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "OTEL_BSP_SCHEDULE_DELAY": "100"} | settings
 
 
+def complete_lines(file: Path) -> list[bytes]:
+    """The lines of a file that a process may be writing: what follows the last end of a line is not complete yet."""
+    return file.read_bytes().split(b"\n")[:-1]
+
+
 @dataclass(frozen=True)
 class Running:
     process: Process
@@ -169,12 +174,9 @@ class Gateway(Running):
         return self.rows(kind="receipt", **fields)
 
     def rows(self, **fields: Any) -> list[dict[str, Any]]:
-        """The ledger's rows that have these values. Receipts are complete.
-
-        The gateway may be writing a row at this moment. What follows the last end of a line is not read yet.
-        """
+        """The ledger's rows that have these values. Receipts are complete."""
         files = [file for chain in chains(self.ledger) for file in segments(chain)]
-        rows = [json.loads(line) for file in files for line in file.read_bytes().split(b"\n")[:-1]]
+        rows = [json.loads(line) for file in files for line in complete_lines(file)]
         rows = [complete_receipt(row) if row["kind"] == "receipt" else row for row in rows]
         return [row for row in rows if fields.items() <= row.items()]
 

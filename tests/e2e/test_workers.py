@@ -22,6 +22,7 @@ from tests.e2e.processes import (
     Running,
     Wire,
     chat,
+    complete_lines,
     endless,
     engine,
     gateway,
@@ -59,7 +60,7 @@ def is_alive(pid: int) -> bool:
 def calls_of(front: Gateway, worker: int, kind: str) -> set[str]:
     """Ids of the calls that have a row of this kind in the worker's chain."""
     files = segments(front.ledger / f"gw.w{worker}")
-    rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    rows = [json.loads(line) for file in files for line in complete_lines(file)]
     return {row["call_id"] for row in rows if row["kind"] == kind}
 
 
