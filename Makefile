@@ -13,13 +13,14 @@ export PYTHONDONTWRITEBYTECODE :=
 NOT_IMPORTED := /transformers/models/|/tests/
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
+RELAY := gateway/providers/native_relay
 
 .PHONY: up install test test-all test-triton test-focus test-clients test-servers check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .bytecode .test-tools
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
 
-install: $(VENV)/.kernels ## create the virtual environment with gateway and engine, and compile the engine's kernels
+install: $(VENV)/.kernels ## create the virtual environment with gateway and engine, and compile the native code
 
 # Processes that share the tests, on two cores. Many of the slow tests wait for processes and for time limits.
 test: TEST_WORKERS ?= 2
@@ -66,7 +67,7 @@ test-servers: $(VENV)/.installed-dev ## inference servers behind the gateway, ea
 	$(BIN)/python -m docs.generate
 
 lint: $(VENV)/.installed-dev prose ## formats, ruff, mypy strict, import directions, spelling and words
-	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
+	$(BIN)/clang-format --dry-run -Werror $(KERNELS) $(RELAY)/relay.c
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -100,8 +101,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)
 	$(PIP) install --progress-bar on --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.kernels: $(KERNELS) backend/native/compiler.py $(VENV)/.installed
+$(VENV)/.kernels: $(KERNELS) backend/native/compiler.py $(RELAY)/relay.c $(RELAY)/compiler.py $(VENV)/.installed
 	@$(BIN)/python -m backend.native.compiler
+	@$(BIN)/python $(RELAY)/compiler.py
 	@touch $@
 
 $(VENV):

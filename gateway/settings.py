@@ -185,6 +185,11 @@ class Settings(BaseSettings):
     upstream_connect_seconds: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="Timeout for connecting to a deployment."
     )
+    native_relay: bool = Field(
+        True,
+        description="Whether native code relays the texts of streams, if it was compiled. If not, Python relays them, "
+        "for more CPU time and with the same result.",
+    )
     otlp_endpoint: str | None = Field(
         None,
         pattern=r"^https?://",

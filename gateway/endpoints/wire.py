@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -36,8 +37,8 @@ class Wire(Protocol):
     def write(self, chunk: bytes, last: bool) -> bool:
         """Send a part of the body without waiting. Returns False if nothing was sent. Then use ASGI's `send`."""
 
-    def coded_writer(self) -> tuple[ClientFlow, Callable[[bytes], object]] | None:
-        """Return what sends parts of a body that are chunks of HTTP's transfer coding already, and not the last one.
+    def coded_writer(self) -> tuple[ClientFlow, asyncio.Transport] | None:
+        """Return the connection, to send parts of a body that are chunks of HTTP's transfer coding, and not the last.
 
         It may be called while the flow is not paused. None if the reply has no transfer coding, or has not begun.
         """

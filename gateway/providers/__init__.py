@@ -2,9 +2,9 @@
 
 `base` defines the interface of a provider. `openai` implements the OpenAI-compatible API of most servers, and all other
 providers inherit from it. `anthropic/`, `gemini/` and `ollama/` translate to other APIs, on the base of `translation`
-and `chat_request`. `transport/` is the HTTP client, `usage/` reads token counts, `sse` reads event streams, and
-`upstream_errors` reads error responses. Begin at `base`, then read `openai`. This package imports `gateway.types`,
-`gateway.policy` and `gateway.core`.
+and `chat_request`. `transport/` is the HTTP client, and `native_relay/` passes on the texts of its streams. `usage/`
+reads token counts, `sse` reads event streams, and `upstream_errors` reads error responses. Begin at `base`, then read
+`openai`. This package imports `gateway.types`, `gateway.policy` and `gateway.core`.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class EventStreamResponse(UpstreamResponse):
                 text_sink = None
             direct = None if text_sink is None else text_sink.direct
             receiver = self._receiver(sink, text_sink, direct)
-            body_ended = await self._response.stream_to(receiver, None if direct is None else direct.take)
+            body_ended = await self._response.stream_to(receiver, direct)
         except httpx2.TransportError as error:
             raise transport_failure(error) from error
         except FrameTooLong as error:

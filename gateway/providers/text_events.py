@@ -5,11 +5,13 @@ if both are equal before and after the text, only the text has to be checked. Th
 however long the rest of the event is.
 
 `DirectText` does so with the bytes of the connection: the usual read of a stream is one chunk of HTTP's transfer coding
-that contains one such event, and the client gets the same bytes.
+that contains one such event, and the client gets the same bytes. `gateway.providers.native_relay` does the same for a
+stream's connections in native code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Protocol
@@ -40,6 +42,11 @@ class TextEvents:
         self._before, self._after, self._between = before, after, after + before
         self._before_bytes, self._after_bytes = len(before), len(after)
         self.coded_forms.clear()
+
+    @property
+    def form(self) -> tuple[bytes, bytes]:
+        """What the learned event has before and after its text."""
+        return self._before, self._after
 
     def learn(self, frames: bytes) -> None:
         """Learn the form of the first of these valid frames, if it is an event in the usual form, and has no counts."""
@@ -105,12 +112,14 @@ class Wait(Protocol):
     """Bounds the time without a chunk (`gateway.core.timers.WaitBound`)."""
 
     since: float | None
+    refresh: Callable[[], None] | None
 
 
 class ClientFlow(Protocol):
-    """Whether a connection takes bytes now. Not after it is lost."""
+    """Whether a client's connection takes bytes now. Not after it is lost."""
 
     write_paused: bool
+    when_lost: Callable[[], None] | None  # called when the connection is lost, before its socket is closed
 
 
 class DirectText:
@@ -123,13 +132,16 @@ class DirectText:
     Each layer between the two connections sets its own part before the first read, or uses no `DirectText`.
     """
 
-    __slots__ = ("_forms", "_texts", "begins_frame", "flow", "note_text", "now", "received", "until", "wait", "write")
+    __slots__ = (
+        "_forms", "_texts", "begins_frame", "client", "flow", "note_text", "now", "received", "until", "wait", "write",
+    )  # fmt: skip
 
-    def __init__(self, received: Received, flow: ClientFlow, write: Callable[[bytes], object], until: float) -> None:
-        """`write` sends bytes to the client. From `until` received bytes on, nothing is taken."""
+    def __init__(self, received: Received, flow: ClientFlow, client: asyncio.Transport, until: float) -> None:
+        """`client` is the client's connection. From `until` received bytes on, nothing is taken."""
         self.received = received
         self.flow = flow
-        self.write = write
+        self.client = client
+        self.write: Callable[[bytes], object] = client.write
         self.until = until
         self.note_text: Callable[[bytes], object] | None = None  # records the answer, so that it may be resumed
         self.wait: Wait
@@ -140,6 +152,11 @@ class DirectText:
     def use(self, texts: TextEvents, *, begins_frame: bool) -> None:
         """Pass on the events that `texts` recognises."""
         self._texts, self._forms, self.begins_frame = texts, texts.coded_forms, begins_frame
+
+    @property
+    def form(self) -> tuple[bytes, bytes]:
+        """What the events that are passed on have before and after their text."""
+        return self._texts.form
 
     def take(self, data: bytes) -> bool:
         """Pass on what was read, if it is one chunk. The last read must have ended with a chunk."""

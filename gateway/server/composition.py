@@ -62,6 +62,7 @@ from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers import make_provider
 from gateway.providers.media_fetch.fetcher import MediaFetcher
+from gateway.providers.native_relay.relay import open_relay
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
@@ -133,7 +134,10 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
     supervisor = Supervisor()
     storage = open_storage(settings.storage, owner=settings.replica)
     counters = OutageFallback(storage, MemoryStorage, lambda: policies.current.storage_outage, supervisor=supervisor)
-    transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
+    transport = HTTPTransport(
+        connect_timeout_seconds=settings.upstream_connect_seconds,
+        relay=open_relay() if settings.native_relay else None,
+    )
     outbox = new_outbox() if storage.is_shared else None
     make = partial(make_provider, transport=transport, resolve_secret=resolve_secret)
     fleet = Fleet(make, worker.share_of, outbox)

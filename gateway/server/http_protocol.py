@@ -24,7 +24,7 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application, ASGISendEvent
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -51,6 +51,12 @@ class Connections(ServerState):
         super().__init__()
         self.maximum = maximum
         self.leaving = False
+
+
+class ReplyFlow(FlowControl):
+    """A connection's flow control, which also reports its loss. Implements `ClientFlow`."""
+
+    when_lost: Callable[[], None] | None = None
 
 
 class JoinedCycle(RequestResponseCycle):
@@ -195,9 +201,10 @@ class JoinedCycle(RequestResponseCycle):
             self.on_response()
         return True
 
-    def coded_writer(self) -> tuple[ClientFlow, Callable[[bytes], object]] | None:
+    def coded_writer(self) -> tuple[ClientFlow, asyncio.Transport] | None:
         """See `Wire.coded_writer`."""
-        return (self.flow, self.transport.write) if self._is_streaming and not self.disconnected else None
+        assert isinstance(self.flow, ReplyFlow)
+        return (self.flow, self.transport) if self._is_streaming and not self.disconnected else None
 
 
 class JoinedProtocol(HttpToolsProtocol):
@@ -216,6 +223,7 @@ class JoinedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = ReplyFlow(transport)
         self._linger_end = None  # also here, since an attribute of the object is read faster than one of its class
         if len(self.connections) > self.server_state.maximum:
             self._refuse(503, b"too many connections")
@@ -410,7 +418,10 @@ class JoinedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         super().connection_lost(exc)
-        self.flow.write_paused = True  # for `Wire.coded_writer`; all else looks at `disconnected` first
+        flow = self.flow
+        flow.write_paused = True  # for `Wire.coded_writer`; all else looks at `disconnected` first
+        if isinstance(flow, ReplyFlow) and flow.when_lost is not None:
+            flow.when_lost()
         if isinstance(self.cycle, JoinedCycle):
             self.cycle.gone()
 

@@ -15,7 +15,9 @@ from weakref import WeakValueDictionary
 import httpx2
 
 from gateway.policy import UpstreamTLS
+from gateway.providers.native_relay.relay import StreamRelay
 from gateway.providers.request_progress import REQUEST_PROGRESS
+from gateway.providers.text_events import DirectText
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
 from gateway.providers.transport.proxy import Proxy
@@ -46,11 +48,14 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         pool_timeout_seconds: float = POOL_TIMEOUT_SECONDS,
         keepalive_seconds: float = KEEPALIVE_SECONDS,
+        relay: StreamRelay | None = None,
     ) -> None:
+        """`relay` passes on the texts of streams. `aclose` closes it."""
         self._max_connections_per_origin = max_connections_per_origin
         self._connect_timeout_seconds = connect_timeout_seconds
         self._pool_timeout_seconds = pool_timeout_seconds
         self._keepalive_seconds = keepalive_seconds
+        self._relay = relay
         # A pool lives as long as a provider or an open connection uses it, so that addresses of removed pods are freed.
         self._pools = WeakValueDictionary[tuple[str, str, int | None, UpstreamTLS | None, Proxy | None], OriginPool]()
 
@@ -122,6 +127,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                 self._max_connections_per_origin,
                 self._keepalive_seconds,
                 proxy,
+                relay=self._relay,
             )
         return pool
 
@@ -129,6 +135,8 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         """Close the idle connections. A connection in use is closed with its response."""
         for pool in list(self._pools.values()):
             pool.close_idle()
+        if self._relay is not None:
+            self._relay.close()
         await asyncio.sleep(0)  # lets the event loop close the sockets
 
 
@@ -193,7 +201,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
             raise
         return b"".join(parts)[:max_bytes]
 
-    async def stream_to(self, sink: Callable[[bytes], bool], direct: Callable[[bytes], bool] | None = None) -> bool:
+    async def stream_to(self, sink: Callable[[bytes], bool], direct: DirectText | None = None) -> bool:
         """Pass the rest of the body to `sink`. Returns False if `sink` returned False. See `Connection.stream_to`."""
         if self._closed:
             return True

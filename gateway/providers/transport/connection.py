@@ -15,6 +15,9 @@ from typing import NoReturn, Protocol, cast
 import httptools
 import httpx2
 
+from gateway.providers.native_relay.relay import RelayedStream, StreamRelay
+from gateway.providers.text_events import DirectText
+
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BUFFERED_BYTES = 256 * 1024  # the socket is not read while the caller has more unread bytes
 ONE_WRITE_BYTES = 64 * 1024  # up to this size, copying head and body together is cheaper than writing twice
@@ -22,6 +25,8 @@ ONE_WRITE_BYTES = 64 * 1024  # up to this size, copying head and body together i
 
 class ConnectionPool(Protocol):
     """Interface of the pool that owns a connection. The connection calls it."""
+
+    relay: StreamRelay | None  # passes on the texts of streams, if it is available
 
     def put_idle(self, connection: Connection) -> None:
         """Take back a connection whose response has ended. The connection can send the next request."""
@@ -47,8 +52,9 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._sink: Callable[[bytes], bool] | None = None
-        self._direct: Callable[[bytes], bool] | None = None
-        self._take_chunk: Callable[[bytes], bool] | None = None  # `_direct`, if the last read ended with a chunk
+        self._direct: DirectText | None = None
+        self._relayed: RelayedStream | None = None
+        self._take_chunk: Callable[[bytes], bool] | None = None  # `_direct.take`, if the last read ended with a chunk
         self._sink_failure: Exception | None = None
         self._reset()
         self.complete = True  # no request yet
@@ -89,19 +95,21 @@ class Connection(asyncio.Protocol):
         self,
         sink: Callable[[bytes], bool],
         timeout_seconds: float | None,
-        direct: Callable[[bytes], bool] | None = None,
+        direct: DirectText | None = None,
     ) -> bool:
         """Pass the rest of the body to `sink`, each piece in the event-loop callback that received it.
 
         No task is woken for a piece. Returns True at the end of the body, and False if `sink` returned False. Raises
         any exception that `sink` raises.
 
-        `direct` gets a read first that begins where a chunk of the transfer coding begins. It returns True if the read
-        is one whole chunk and it took it, coded as it is, and otherwise False. It raises nothing.
+        `direct` gets a read first that begins where a chunk of the transfer coding begins. After such a read, the
+        pool's relay may read the socket instead, until something else than such chunks arrives.
         """
         if self._parts and not sink(self.take()):
             return False
         self._sink, self._direct = sink, direct
+        if direct is not None and self._pool.relay is not None:
+            self._relayed = RelayedStream(self._pool.relay, self, self._transport, direct)
         try:
             while self._sink is not None and not self.complete and self._sink_failure is None:
                 await self._wait(timeout_seconds)
@@ -109,7 +117,15 @@ class Connection(asyncio.Protocol):
                 raise self._sink_failure
             return self._sink is not None
         finally:
+            if self._relayed is not None:
+                self._relayed.end()
+                self._relayed = None
             self._sink = self._sink_failure = self._direct = self._take_chunk = None
+
+    @property
+    def is_between_chunks(self) -> bool:
+        """Whether `direct` has taken the last read, or may take the next one."""
+        return self._take_chunk is not None and not self._paused
 
     def take(self) -> bytes:
         """Return what has been received of the body and not been read yet."""
@@ -179,6 +195,8 @@ class Connection(asyncio.Protocol):
         """
         if (take := self._take_chunk) is not None:
             if take(data):
+                if self._relayed is not None:
+                    self._relayed.read_taken()
                 return  # the parser is where it was, between two chunks
             self._take_chunk = None
         self.has_received = True
@@ -198,7 +216,7 @@ class Connection(asyncio.Protocol):
                     self._sink = None
                 elif not self.complete:
                     if direct is not None and data == b"%x\r\n%b\r\n" % (len(body), body):
-                        self._take_chunk = direct
+                        self._take_chunk = direct.take
                     return
             except Exception as error:  # noqa: BLE001 - `stream_to` raises it, where a caller can handle it
                 self._sink_failure = error
@@ -218,6 +236,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Called by asyncio at the end of the connection. It is an error unless the body ends with the connection."""
+        if self._relayed is not None:
+            self._relayed.end()
         self._pool.discard(self)
         if self.status and error is None and not self._failure and self._ends_with_the_connection():
             self.complete = True

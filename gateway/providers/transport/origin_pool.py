@@ -14,6 +14,7 @@ from collections import deque
 import httpx2
 
 from gateway.core.timers import time_bound
+from gateway.providers.native_relay.relay import StreamRelay
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.proxy import Proxy
 
@@ -30,8 +31,10 @@ class OriginPool:
         keepalive_seconds: float,
         proxy: Proxy | None = None,
         address: str | None = None,
+        relay: StreamRelay | None = None,
     ) -> None:
         """`address` is connected to instead of resolving `host`, which TLS still verifies. Not with a proxy."""
+        self.relay = relay
         self._proxy = proxy
         self._address = address or host
         self.rewrites = proxy is not None and ssl_context is None  # whether `rewritten` is sent instead of a head

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,9 @@ class Passed(NamedTuple):
 
 
 class _Socket(asyncio.Transport):
-    def write(self, data: Any) -> None: ...
+    def __init__(self, on_write: Callable[[bytes], None] = lambda data: None) -> None:
+        super().__init__()
+        self.write = on_write  # type: ignore[assignment, method-assign]
 
     def is_closing(self) -> bool:
         return False
@@ -60,9 +62,9 @@ class Relay:
         self.text = ReceivedText()
         self.got: list[bytes] = []
         self.taken: list[bytes] = []  # by `direct`, as they were read
-        self.flow = SimpleNamespace(write_paused=False)
-        self.wait = SimpleNamespace(since=0.0)
-        self.direct = DirectText(self.text, self.flow, self._write, until) if direct else None
+        self.flow = SimpleNamespace(write_paused=False, when_lost=None)
+        self.wait = SimpleNamespace(since=0.0, refresh=None)
+        self.direct = DirectText(self.text, self.flow, _Socket(self._write), until) if direct else None
         if self.direct is not None:
             self.direct.wait, self.direct.now = self.wait, lambda: 1.0
 
@@ -207,7 +209,7 @@ def test_a_size_that_no_chunk_has_has_no_form() -> None:
             assert texts.add_coded_form(size)[0] == b"\0"
 
 
-_events = st.sampled_from(
+EVENTS = st.sampled_from(
     [
         *[
             event(text, ascii_only=False)
@@ -222,11 +224,11 @@ _events = st.sampled_from(
         b'data: {"error": {"message": "failed"}}\n\n',
     ]
 )
-_sizes = st.sampled_from(["{:x}"] * 6 + ["{:X}", "0{:x}", "{:x};x=y"])
+SIZES = st.sampled_from(["{:x}"] * 6 + ["{:X}", "0{:x}", "{:x};x=y"])
 
 
 @given(
-    st.lists(st.tuples(_events, _sizes, st.sampled_from([1, 1, 1, 2, 0])), max_size=16),
+    st.lists(st.tuples(EVENTS, SIZES, st.sampled_from([1, 1, 1, 2, 0])), max_size=16),
     st.lists(st.integers(0, 3000), max_size=6),
     st.booleans(),
 )
