@@ -1,27 +1,34 @@
 """Fits the simulated engine's constants to a bundled engine on this machine, and states the error of its predictions.
 
-    python -m benchmarks.simulator.calibrate [--write]
+    python -m benchmarks.simulator.calibrate [--rounds 3] [--vllm-router PATH] [--sglang-router PATH] [--write]
 
-One bundled engine serves the demo model with a longer context. Scenes of one to eight requests are sent to it: prompts
-of several lengths, new and cached, with short and long answers. The mixed scenes only test: the constants of
-`EngineSpeed` are fitted to the others, so that the simulated engine's times to the first chunk and to the end of the
-answer come as close as possible, as relative errors. The client runs on the same machine, so its time counts as the
-engine's. Run it on an idle machine; it takes about a minute.
+Bundled engines serve the demo model with a longer context. Scenes of one to eight requests are sent to them: prompts of
+several lengths, new and cached, with short and long answers. The constants of `EngineSpeed` are linear in the processor
+time of a scene (`processor_time.py`), and are fitted to it by least squares: those of steps to the time of the engine's
+thread that computes them, those of calls to the time of all other threads. Three engines get each scene at once for
+that, since engines on one machine share its caches, too. Times by the clock only test: with one engine alone, the
+simulated engine predicts the times to the first chunk and to the end of the answer, as a client sees them. The mixed
+scenes test, too, and are not fitted to. Of each scene, the quickest round counts, since other work disturbs the others.
+
+What a call costs besides the engine's steps depends on the router. So conversations of `benchmarks/warm_paths` are sent
+through each router to three engines, one call after the other, and the constants of calls are fitted to them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,28 +36,34 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from benchmarks.simulator.processor_time import OWN, Stopwatch, Thread, descendants
+from benchmarks.warm_paths import peers
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS
 from benchmarks.warm_paths.run import machine
-from benchmarks.warm_paths.stack import MODEL, engine, long_demo_model
+from benchmarks.warm_paths.stack import MODEL, engine, key_of, long_demo_model
+from benchmarks.warm_paths.traffic import Messages, traffic
 from gateway.simulator.engine_cache import EngineCache
-from gateway.simulator.engine_steps import EngineJob, EngineSpeed
+from gateway.simulator.engine_steps import EngineEvent, EngineJob, EngineSpeed, Phase
 from gateway.simulator.simulated_engine import SimulatedEngine
 
 RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS = 6000
 STEP_TOKENS_MAX, RUNNING_MAX = 512, 64  # the bundled engine's defaults
 REQUEST_SECONDS_MAX = 120.0
-FIRST_GUESS = EngineSpeed(0.002, 5e-5, 0.001, 1e-8, 1e-7, 0.005, 1e-6)
-FITTED = ("step", "prefill_token", "decode", "prefill_context", "decode_context", "request", "request_token")
-ROUNDS, DAMPING = 40, 0.1
+FIRST_GUESS = EngineSpeed(
+    0.0002, 4e-5, 1e-4, 3e-8, 2e-7, 0.001, 3e-7, 0.005, 1e-6, step_tokens_max=STEP_TOKENS_MAX, running_max=RUNNING_MAX
+)
+STEPS = ("step", "prefill_token", "prefill_context", "decode", "decode_context", "start", "start_token")
+CALLS = ("request", "request_token", "chunk")
+FITS = 2  # the second one with the steps that the first one predicts
+ROUTED_KINDS, ROUTED_CONVERSATIONS, ANSWERS = ("agents", "coding"), 6, (2, 16, 48)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: which text it has, up to which word, how long its answer is, and when it is sent in its scene."""
+    """One request: its messages, how long its answer is, and when it is sent in its scene."""
 
-    text: int
-    words: int
+    messages: Messages
     output_tokens: int
     at: float = 0.0
 
@@ -75,67 +88,150 @@ class Measured:
     cached_tokens: int
 
 
-def scenes() -> list[Scene]:
+@dataclass
+class Observed:
+    """One scene as it was measured, with the processor time of all threads."""
+
+    scene: Scene
+    requests: list[Measured]
+    threads: Mapping[Thread, float]
+    step_seconds: float = 0.0  # of the engine's thread that computes
+    other_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.finished - one.sent for one in self.requests)
+
+
+def scenes(first_text: int) -> list[Scene]:
+    """All scenes, with texts of these numbers and the next ones."""
     made: list[Scene] = []
-    texts = iter(range(10**6))
+    texts = itertools.count(first_text)
     for words in (60, 150, 300, 700, 1400, 2400):
-        text = next(texts)
-        made += [Scene("new prompt", (Asked(text, words, 1),)), Scene("cached prompt", (Asked(text, words, 1),))]
+        asked = _asked(next(texts), words, 1)
+        made += [Scene("new prompt", (asked,)), Scene("cached prompt", (asked,))]
     for words in (400, 1500):
         text = next(texts)
-        made.append(Scene("new prompt", (Asked(text, words, 1),)))
-        made += [Scene("next turn", (Asked(text, words + more, 16),)) for more in (40, 120, 320)]
+        made.append(Scene("new prompt", (_asked(text, words, 1),)))
+        made += [Scene("next turn", (_asked(text, words + more, 16),)) for more in (40, 120, 320)]
     for count in (1, 2, 4, 8):
         long = [(next(texts), 1000) for _ in range(count)]
-        made.append(Scene("answers", tuple(Asked(next(texts), 60, 48) for _ in range(count))))
-        made.append(Scene("answers to long prompts", tuple(Asked(*one, 48) for one in long)))
+        made.append(Scene("answers", tuple(_asked(next(texts), 60, 48) for _ in range(count))))
+        made.append(Scene("answers to long prompts", tuple(_asked(*one, 48) for one in long)))
+    rng = random.Random(2)
+    for count in (2, 4, 8):
+        asked_of = [(next(texts), rng.randrange(300, 1800)) for _ in range(count)]
+        for kind, more in (("prompts at once", 0), ("next turns at once", 80), ("next turns at once", 240)):
+            made.append(Scene(kind, tuple(_asked(text, words + more, 16) for text, words in asked_of)))
     rng = random.Random(1)
     for count in range(1, 9):
-        asked = [(next(texts), rng.randrange(100, 1800)) for _ in range(count)]
+        asked_of = [(next(texts), rng.randrange(100, 1800)) for _ in range(count)]
         at = [rng.uniform(0.0, 0.2 * count) for _ in range(count)]
-        first = tuple(Asked(*one, 16, at) for one, at in zip(asked, at, strict=True))
-        turns = tuple(dataclasses.replace(one, words=one.words + 80) for one in first)
-        made.append(Scene("mixed", first, is_test=True))
-        made.append(Scene("mixed, next turn", turns, is_test=True))
+        for kind, more in (("mixed", 0), ("mixed, next turn", 80)):
+            requests = [_asked(text, words + more, 16, when) for (text, words), when in zip(asked_of, at, strict=True)]
+            made.append(Scene(kind, tuple(requests), is_test=True))
     return made
 
 
-def text_of(asked: Asked) -> str:
-    rng = random.Random(asked.text)
-    return " ".join("".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 7))) for _ in range(asked.words))
+def _asked(text: int, words: int, output_tokens: int, at: float = 0.0) -> Asked:
+    rng = random.Random(text)
+    content = " ".join("".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 7))) for _ in range(words))
+    return Asked([{"role": "user", "content": content}], output_tokens, at)
 
 
-async def measure(url: str, scene: Scene) -> list[Measured]:
-    async with httpx2.AsyncClient(base_url=url, timeout=REQUEST_SECONDS_MAX) as client:
-        began = time.monotonic()
-        return await asyncio.gather(*(_send(client, asked, began) for asked in scene.requests))
+def conversation_scenes() -> list[Scene]:
+    """Conversations of the live comparison, one call after the other."""
+    lengths = itertools.cycle(ANSWERS)
+    return [
+        Scene(kind, (Asked(messages, next(lengths)),))
+        for kind in ROUTED_KINDS
+        for turns in traffic(kind, ROUTED_CONVERSATIONS, 1)
+        for messages in turns.requests
+    ]
+
+
+async def measure_all(urls: Sequence[str], wanted: Iterable[Scene], engines: int) -> list[Observed]:
+    """Run the scenes one after the other, after a first one that warms the engines up. Each URL gets each scene.
+
+    The times are those that a client of the first URL sees, the processor times the mean of the URLs.
+    """
+    found: list[Observed] = []
+    processes = descendants()
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=REQUEST_SECONDS_MAX))
+            for url in urls
+        ]
+        for scene in [Scene("warm-up", (_asked(10**6, 800, 8),)), *wanted]:
+            stopwatch, began = Stopwatch(processes), time.monotonic()
+            sent = [_send(client, asked, began) for client in clients for asked in scene.requests]
+            requests = (await asyncio.gather(*sent))[: len(scene.requests)]
+            threads = {thread: seconds / len(urls) for thread, seconds in stopwatch.seconds().items()}
+            found.append(Observed(scene, requests, threads))
+    _divide_processor_time(found, engines)
+    return found[1:]
+
+
+def _divide_processor_time(found: Sequence[Observed], engines: int) -> None:
+    """The thread that computes most in an engine is the one that computes its steps."""
+    total: dict[Thread, float] = {}
+    for observed in found:
+        for thread, seconds in observed.threads.items():
+            total[thread] = total.get(thread, 0.0) + seconds
+    processes = {process for process, _ in total if (process, process) != OWN}
+    busiest = [max((thread for thread in total if thread[0] == one), key=total.__getitem__) for one in processes]
+    stepping = sorted(busiest, key=total.__getitem__)[-engines:]
+    for observed in found:
+        observed.step_seconds = sum(observed.threads.get(thread, 0.0) for thread in stepping)
+        observed.other_seconds = sum(observed.threads.values()) - observed.step_seconds
 
 
 async def _send(client: httpx2.AsyncClient, asked: Asked, began: float) -> Measured:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": text_of(asked)}], "temperature": 0,
-            "max_tokens": asked.output_tokens, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
+    body = {"model": MODEL, "messages": asked.messages, "temperature": 0, "max_tokens": asked.output_tokens,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    headers = {"authorization": f"Bearer {key_of(peers.TENANT)}"}
     await asyncio.sleep(max(0.0, began + asked.at - time.monotonic()))
     sent, first, usage = time.monotonic(), 0.0, dict[str, Any]()
-    async with client.stream("POST", "chat/completions", json=body) as reply:
+    async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
         reply.raise_for_status()
         async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
+            if not line.startswith("data: {") or (first and '"usage":{' not in line):
                 continue
             chunk = json.loads(line[6:])
             usage = chunk.get("usage") or usage
             if not first and any(choice["delta"].get("content") is not None for choice in chunk["choices"]):
                 first = time.monotonic()
     finished = time.monotonic()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return Measured(sent - began, (first or finished) - began, finished - began, usage["prompt_tokens"], cached)
 
 
-def simulate(scene: Scene, measured: Sequence[Measured], timing: EngineSpeed) -> list[tuple[float, float]]:
-    """Predicted seconds to the first chunk and to the end, of each request. Finds the same tokens cached."""
-    simulated = SimulatedEngine(EngineCache(NUM_BLOCKS), timing, block_tokens=BLOCK_TOKENS)
+class RecordedEngine(SimulatedEngine):
+    """Counts what its steps consist of: what each constant of `STEPS` is multiplied with."""
+
+    def __init__(self, timing: EngineSpeed) -> None:
+        super().__init__(EngineCache(NUM_BLOCKS), timing, block_tokens=BLOCK_TOKENS)
+        self.counts = dict.fromkeys(STEPS, 0.0)
+
+    def _complete(self, phase: Phase, now: float, events: list[EngineEvent]) -> None:
+        steps, counts = phase.steps, self.counts
+        counts["step"] += steps
+        for job, tokens in phase.parts:
+            counts["prefill_token"] += steps * tokens
+            counts["prefill_context"] += steps * tokens * (job.computed + steps * tokens / 2)
+        counts["decode"] += steps * len(self.decoding)
+        counts["decode_context"] += sum(steps * (job.computed + (steps - 1) / 2) for job in self.decoding)
+        super()._complete(phase, now, events)
+
+
+def simulate(observed: Observed, timing: EngineSpeed) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """Predicted seconds to the first chunk and to the end, of each request, and what the steps consisted of.
+
+    The same tokens are cached.
+    """
+    simulated = RecordedEngine(timing)
     arrivals: list[tuple[float, EngineJob]] = []
-    for number, (asked, seen) in enumerate(zip(scene.requests, measured, strict=True)):
+    for number, (asked, seen) in enumerate(zip(observed.scene.requests, observed.requests, strict=True)):
         chain = range(number * 10**6, number * 10**6 + seen.prompt_tokens // BLOCK_TOKENS)
         cached = chain[: seen.cached_tokens // BLOCK_TOKENS]
         if cached and (table := simulated.cache.allocate((), len(cached))) is not None:
@@ -143,6 +239,8 @@ def simulate(scene: Scene, measured: Sequence[Measured], timing: EngineSpeed) ->
             simulated.cache.free(table)
         job = EngineJob(tuple(chain), seen.prompt_tokens, asked.output_tokens)
         arrivals.append((seen.sent + timing.request + timing.request_token * seen.prompt_tokens, job))
+        simulated.counts["start"] += 1
+        simulated.counts["start_token"] += seen.prompt_tokens
     waiting, ends = sorted(arrivals, key=lambda arrival: arrival[0]), dict[EngineJob, float]()
     while waiting or simulated.next_event_at < math.inf:
         if waiting and waiting[0][0] <= simulated.next_event_at:
@@ -151,55 +249,61 @@ def simulate(scene: Scene, measured: Sequence[Measured], timing: EngineSpeed) ->
         else:
             now = simulated.next_event_at
             ends |= {event.job: now for event in simulated.advance(now) if event.is_end}
-    return [
+    times = [
         (job.first_chunk_at - seen.sent, ends[job] - seen.sent)
-        for (_, job), seen in zip(arrivals, measured, strict=True)
+        for (_, job), seen in zip(arrivals, observed.requests, strict=True)
     ]
+    return times, simulated.counts
 
 
-Observed = Sequence[tuple[Scene, list[Measured]]]
+def fit(observed: Sequence[Observed]) -> EngineSpeed:
+    """The constants with the least squares of the relative errors of the scenes' processor times."""
+    calls: dict[str, Any] = fit_calls(observed)
+    timing = dataclasses.replace(FIRST_GUESS, **calls)
+    for _ in range(FITS):
+        counts = [simulate(one, timing)[1] for one in observed]
+        seconds = np.array([one.step_seconds for one in observed])
+        found = _least_squares([[one[name] for name in STEPS] for one in counts], seconds, 1 / seconds)
+        constants: dict[str, Any] = dict(zip(STEPS, found, strict=True))
+        timing = dataclasses.replace(timing, **constants)
+    return timing
 
 
-def residuals(observed: Observed, timing: EngineSpeed) -> list[float]:
-    """Logarithms of predicted over measured times."""
-    found = []
-    for scene, measured in observed:
-        for (first, end), seen in zip(simulate(scene, measured, timing), measured, strict=True):
-            found += [math.log(first / (seen.first_chunk - seen.sent)), math.log(end / (seen.finished - seen.sent))]
-    return found
+def fit_calls(observed: Sequence[Observed]) -> dict[str, float]:
+    """The constants of calls, by the processor time besides the engine's steps."""
+    counts = [
+        [
+            len(one.requests),
+            sum(seen.prompt_tokens for seen in one.requests),
+            sum(asked.output_tokens for asked in one.scene.requests),
+        ]
+        for one in observed
+    ]
+    seconds = np.array([one.other_seconds for one in observed])
+    found = _least_squares(counts, seconds, seconds**-0.5)  # the variance of a sum grows with its terms
+    return dict(zip(CALLS, found, strict=True))
 
 
-def fit(observed: Observed) -> EngineSpeed:
-    """The constants with the least squares of `residuals`, by damped Gauss-Newton steps on their logarithms."""
-    base = dataclasses.replace(FIRST_GUESS, step_tokens_max=STEP_TOKENS_MAX, running_max=RUNNING_MAX)
-    logs = np.log([getattr(base, name) for name in FITTED])
-    damping, best = DAMPING, np.array(residuals(observed, _with(base, logs)))
-    for _ in range(ROUNDS):
-        slopes = np.array([
-            (np.array(residuals(observed, _with(base, logs + 0.01 * unit))) - best) / 0.01 for unit in np.eye(len(logs))
-        ]).T  # fmt: skip
-        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(logs)), -slopes.T @ best)
-        tried = logs + np.clip(change, -1.0, 1.0)
-        found = np.array(residuals(observed, _with(base, tried)))
-        if found @ found < best @ best:
-            logs, best, damping = tried, found, damping / 3
-        else:
-            damping *= 4
-    return _with(base, logs)
+def _least_squares(counts: Sequence[Sequence[float]], seconds: Any, weights: Any) -> list[float]:
+    """Constants of at least 0, of which the sums weighted with the counts come closest to these seconds."""
+    rows, aim = np.array(counts, dtype=float) * weights[:, None], seconds * weights
+    columns = list(range(rows.shape[1]))
+    while True:
+        found = np.linalg.lstsq(rows[:, columns], aim, rcond=None)[0]
+        if found.min() >= 0:
+            break
+        columns.remove(columns[int(found.argmin())])
+    values = dict(zip(columns, found, strict=True))
+    return [float(values.get(column, 0.0)) for column in range(rows.shape[1])]
 
 
-def _with(base: EngineSpeed, logs: Any) -> EngineSpeed:
-    values: dict[str, Any] = {name: float(math.exp(value)) for name, value in zip(FITTED, logs, strict=True)}
-    return dataclasses.replace(base, **values)
-
-
-def errors(observed: Observed, timing: EngineSpeed) -> dict[str, dict[str, float]]:
+def errors(observed: Sequence[Observed], timing: EngineSpeed) -> dict[str, dict[str, float]]:
     """By kind of scene: the mean relative error of single times, and that of their sums."""
     kinds: dict[str, list[tuple[float, float, float, float]]] = {}
-    for scene, measured in observed:
-        for (first, end), seen in zip(simulate(scene, measured, timing), measured, strict=True):
+    for one in observed:
+        for (first, end), seen in zip(simulate(one, timing)[0], one.requests, strict=True):
             row = (first, seen.first_chunk - seen.sent, end, seen.finished - seen.sent)
-            kinds.setdefault(scene.kind, []).append(row)
+            kinds.setdefault(one.scene.kind, []).append(row)
     return {
         kind: {
             "requests": len(rows),
@@ -212,29 +316,65 @@ def errors(observed: Observed, timing: EngineSpeed) -> dict[str, dict[str, float
     }
 
 
+def calls_of_routers(folder: Path, model: Path, programs: dict[str, Path]) -> dict[str, dict[str, float]]:
+    """The constants of calls, for each router before the engines of the live comparison."""
+    found: dict[str, dict[str, float]] = {}
+    for name in [*peers.OURS, *programs]:
+        place = folder / name.replace("/", "-")
+        with contextlib.ExitStack() as stack:
+            deployments = [
+                stack.enter_context(
+                    engine(place / f"e{number}", model, NUM_BLOCKS, prompt_tokens_details=name != peers.OURS[2])
+                )
+                for number in range(peers.ENGINES)
+            ]
+            url = stack.enter_context(peers.router(name, place / "router", deployments, programs))
+            observed = asyncio.run(measure_all([url], conversation_scenes(), peers.ENGINES))
+        found[name] = fit_calls(observed)
+        print(f"{name:26}", json.dumps(found[name]), flush=True)
+    return found
+
+
+def _least(rounds: Sequence[Sequence[Observed]], figure: Callable[[Observed], float]) -> Iterator[Observed]:
+    """Of each scene, the round with the least figure."""
+    return (min(same, key=figure) for same in zip(*rounds, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="how often all scenes are measured")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all scenes are measured")
+    parser.add_argument("--vllm-router", type=Path, help="vllm-router's program, from the PyPI package of that name")
+    parser.add_argument("--sglang-router", type=Path, help="sglang-router's program, likewise")
     parser.add_argument("--write", action="store_true", help="write the result into results/")
     args = parser.parse_args()
-    observed: list[tuple[Scene, list[Measured]]] = []
+    given = {peers.VLLM: args.vllm_router, peers.SGLANG: args.sglang_router}
+    programs = {name: path.absolute() for name, path in given.items() if path is not None}
+    alone: list[list[Observed]] = []
+    together: list[list[Observed]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        model = long_demo_model(Path(temporary))
+        folder = Path(temporary)
+        model = long_demo_model(folder)
         for number in range(args.rounds):
-            with engine(Path(temporary) / f"engine-{number}", model, NUM_BLOCKS) as deployment:
-                asyncio.run(measure(deployment["base_url"], Scene("warm-up", (Asked(10**6, 800, 8),))))
-                for scene in scenes():
-                    observed.append((scene, asyncio.run(measure(deployment["base_url"], scene))))
-    timing = fit([(scene, measured) for scene, measured in observed if not scene.is_test])
-    found = errors(observed, timing)
-    print(json.dumps(dataclasses.asdict(timing)))
-    for kind, row in found.items():
-        print(f"{kind:26}", json.dumps(row))
+            with contextlib.ExitStack() as stack:
+                urls: list[str] = []
+                for engines, runs in ((1, alone), (peers.ENGINES, together)):
+                    while len(urls) < engines:
+                        place = folder / f"engine-{number}-{len(urls)}"
+                        deployment = stack.enter_context(engine(place, model, NUM_BLOCKS))
+                        urls.append(deployment["base_url"].removesuffix("/v1"))
+                    runs.append(asyncio.run(measure_all(urls, scenes(1000 * engines), engines)))
+        least = _least(together, lambda one: one.step_seconds + one.other_seconds)
+        timing = fit([one for one in least if not one.scene.is_test])
+        found = errors(list(_least(alone, lambda one: one.seconds)), timing)
+        print(json.dumps(dataclasses.asdict(timing)))
+        for kind, row in found.items():
+            print(f"{kind:26}", json.dumps(row))
+        routers = calls_of_routers(folder, model, programs)
     if args.write:
         now = datetime.datetime.now(datetime.UTC)
         result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "timing": dataclasses.asdict(timing)}
         RESULTS.mkdir(exist_ok=True)
-        text = json.dumps(result | {"errors": found}, indent=1) + "\n"
+        text = json.dumps(result | {"routers": routers, "errors": found}, indent=1) + "\n"
         (RESULTS / f"calibration-{now:%Y-%m-%d}.json").write_text(text)
 
 

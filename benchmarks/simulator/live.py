@@ -8,13 +8,13 @@ Simulates each run of a result of `peers.py`, with the same conversations, and p
 simulates cells without measurements, by default all, and prints them as `peers.py` prints its own. The file has the
 format of a result of `peers.py`. A later call continues it: runs that it has are not repeated. Prompts have the
 tokens that the demo model's template and tokenizer give them, and the fingerprints that the gateway would compute. The
-engines have the bundled engine's scheduler limits and block size, and the step times that `calibrate.py` has fitted on
-the same machine; together they have `--processors` processors. The difference of a figure is relative to the measured
-one; of cached shares it is in points.
+engines have the bundled engine's scheduler limits and block size, and the constants that `calibrate.py` has fitted on
+the same machine; together with the router and the client they have `--processors` processors. The difference of a
+figure is relative to the measured one; of cached shares it is in points.
 
 With few conversations, a run is chaotic: if a step takes a little longer, another conversation comes first, and goes to
-another engine. With `--variations`, each round is simulated so many times, with step times that differ by some
-`VARIED_BY`. Live runs are to be compared with all of these.
+another engine. With `--variations`, each round is simulated so many times, with constants that differ by some
+`VARIED_BY`, and with another order of the conversations that begin at once. A live run is one of these.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import itertools
 import json
 import random
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from backend.model_files import open_model_files
 from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec
+from benchmarks.simulator.calibrate import CALLS, STEPS
 from benchmarks.simulator.calibrate import RESULTS as CALIBRATIONS
 from benchmarks.warm_paths import peers
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS
@@ -140,47 +141,102 @@ def _figures(result: ReplayResult) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted constants: those of the engine, and by router those of calls."""
+
+    timing: EngineSpeed
+    routers: Mapping[str, Mapping[str, float]]
+
+    def of(self, router: str, variation: int = 0) -> EngineSpeed:
+        """The constants behind this router. Round robin costs what Warmpath's other rule costs."""
+        calls: Mapping[str, Any] = self.routers.get(router) or self.routers.get(peers.OURS[1], {})
+        return varied(replace(self.timing, **calls), variation)
+
+
 def varied(timing: EngineSpeed, variation: int) -> EngineSpeed:
     """The constants, each changed at random. The variation 0 is unchanged."""
     if not variation:
         return timing
     rng = random.Random(variation)
-    names = ("step", "prefill_token", "prefill_context", "decode", "decode_context", "request", "request_token")
-    return replace(timing, **{name: getattr(timing, name) * rng.lognormvariate(0, VARIED_BY) for name in names})
+    factors = {name: rng.lognormvariate(0, VARIED_BY) for name in (*STEPS, *CALLS)}
+    return replace(timing, **{name: getattr(timing, name) * factor for name, factor in factors.items()})
 
 
-def read_timing(path: Path | None) -> EngineSpeed:
+def varied_order(trace: TrafficTrace, variation: int) -> TrafficTrace:
+    """The trace with another order of the sessions that begin at once: which one comes first is chance."""
+    if not variation or trace.concurrency is None:
+        return trace
+    sessions = list(trace.sessions)
+    first = sessions[: trace.concurrency]
+    random.Random(variation).shuffle(first)
+    return replace(trace, sessions=[*first, *sessions[trace.concurrency :]])
+
+
+def read_calibration(path: Path | None) -> Calibration:
     """The fitted constants; by default the newest ones."""
-    path = path or max(CALIBRATIONS.glob("calibration-*.json"))
-    return EngineSpeed(**json.loads(path.read_text())["timing"])
+    found = json.loads((path or max(CALIBRATIONS.glob("calibration-*.json"))).read_text())
+    return Calibration(EngineSpeed(**found["timing"]), found.get("routers", {}))
 
 
-def compare_with(files: Sequence[Path], conversations: int, seed: int, timing: EngineSpeed, processors: float) -> None:
-    """Simulate the runs of these files, and print what was predicted and what was measured."""
+def compare_with(
+    files: Sequence[Path], conversations: int, seed: int, calibration: Calibration, processors: float, variations: int
+) -> None:
+    """Simulate the runs of these files, and print for each cell and router what was predicted and what was measured.
+
+    Both are means over the rounds. Behind the difference is the standard error that chaos allows: of the difference
+    between one run and the mean of the variations in each round.
+    """
     maker = TraceMaker()
     traces: dict[tuple[str, int, int], TrafficTrace] = {}
-    print(f"{'run':44}" + "".join(f"{name:>26}" for name in FIGURES))
-    differences: dict[str, list[float]] = {name: [] for name in FIGURES}
+    compared: dict[tuple[Any, ...], list[tuple[dict[str, Any], list[dict[str, float]]]]] = {}
     for row in (row for path in files for row in json.loads(path.read_text())["runs"]):
         key = (row["kind"], row["concurrency"], row["round"])
         if key not in traces:
             work = traffic(row["kind"], conversations, seed + row["round"])
             traces[key] = maker.trace(work, row["concurrency"])
-        made: dict[str, Any] = simulate(traces[key], row["router"], row["cache_tokens"], timing, processors)
+        made = [
+            simulate(
+                varied_order(traces[key], number),
+                row["router"],
+                row["cache_tokens"],
+                calibration.of(row["router"], number),
+                processors,
+            )
+            for number in range(variations)
+        ]
+        compared.setdefault((row["kind"], row["cache_tokens"], row["concurrency"], row["router"]), []).append(
+            (row, made)
+        )
+    print(f"{'runs':44}" + "".join(f"{name:>30}" for name in FIGURES))
+    differences: dict[str, list[float]] = {name: [] for name in FIGURES}
+    for run, rounds in compared.items():
         cells = []
         for name in FIGURES:
-            difference = made[name] - row[name] if name == "cached" else made[name] / row[name] - 1
-            differences[name].append(difference)
-            cells.append(f"{made[name]:.4g} / {row[name]:.4g} ({difference:+.1%})")
-        run = f"{row['kind']} {row['cache_tokens']} {row['concurrency']} {row['router']}"
-        print(f"{run:44}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
-    mean = "".join(f"{statistics.fmean(map(abs, found)):26.1%}" for found in differences.values())
+            predicted, measured, error = _means(name, rounds)
+            scale = 1.0 if name == "cached" else measured
+            differences[name].append((predicted - measured) / scale)
+            cells.append(f"{predicted:.4g} / {measured:.4g} ({differences[name][-1]:+.1%} ±{error / scale:.1%})")
+        text = " ".join(map(str, run))
+        print(f"{text:44}" + "".join(f"{cell:>30}" for cell in cells), flush=True)
+    mean = "".join(f"{statistics.fmean(map(abs, found)):30.1%}" for found in differences.values())
     print(f"{'mean absolute difference':44}{mean}")
 
 
+def _means(name: str, rounds: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, float]]]]) -> tuple[float, ...]:
+    """The mean of the predictions, that of the measurements, and the standard error of their difference."""
+    made = [[one[name] for one in variations] for _, variations in rounds]
+    variance = sum(statistics.variance(one) * (1 + 1 / len(one)) for one in made if len(one) > 1) / len(made) ** 2
+    return (
+        statistics.fmean(map(statistics.fmean, made)),
+        statistics.fmean(row[name] for row, _ in rounds),
+        variance**0.5,
+    )
+
+
 def predict(
-    file: Path, cells: Sequence[peers.Cell], rounds: int, conversations: int, seed: int, timing: EngineSpeed,
-    processors: float, variations: int = 1,
+    file: Path, cells: Sequence[peers.Cell], rounds: int, conversations: int, seed: int,
+    calibration: Calibration, processors: float, variations: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Simulate the runs of these cells that the file does not have. Returns all runs of the file.
 
@@ -201,8 +257,9 @@ def predict(
             if peers.run_of(run) in done:
                 continue
             trace = trace or maker.trace(traffic(kind, conversations, seed + number), 1)
-            of_cell = replace(trace, concurrency=cell.concurrency)
-            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, varied(timing, variation), processors)
+            of_cell = varied_order(replace(trace, concurrency=cell.concurrency), variation)
+            timing = calibration.of(router, variation)
+            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, timing, processors)
             rows.append(run | {name: round(value, 4) for name, value in made.items()})
             text = ",\n".join(map(json.dumps, rows))
             file.write_text(f'{{"simulated": true, "engines": {ENGINES}, "runs": [\n{text}\n]}}\n')
@@ -221,13 +278,13 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=12, help="as in the measured runs")
     parser.add_argument("--seed", type=int, default=1, help="as in the measured runs")
     args = parser.parse_args()
-    timing = read_timing(args.timing)
+    calibration = read_calibration(args.timing)
     if args.predict is None:
-        compare_with(args.results, args.conversations, args.seed, timing, args.processors)
+        compare_with(args.results, args.conversations, args.seed, calibration, args.processors, args.variations)
         return
     cells = args.cells or [peers.Cell(*one) for one in itertools.product(KINDS, peers.BLOCKS, peers.CONCURRENCY)]
     rows = predict(
-        args.predict, cells, args.rounds, args.conversations, args.seed, timing, args.processors, args.variations
+        args.predict, cells, args.rounds, args.conversations, args.seed, calibration, args.processors, args.variations
     )
     print("\n".join(peers.summary(rows)))
 

@@ -21,8 +21,11 @@ class EngineSpeed:
     decode: float  # per decoding request
     prefill_context: float = 0.0  # per prompt token and token before it
     decode_context: float = 0.0  # per decoding request and token of its context
-    request: float = 0.0  # before a request reaches the scheduler: transport and template
-    request_token: float = 0.0  # also before that, per token of the prompt: the tokenizer
+    start: float = 0.0  # per request that a step admits: to look up its prefix, and the like
+    start_token: float = 0.0  # per token of such a request's prompt: to hash its blocks
+    request: float = 0.0  # before a request reaches the scheduler: client, router, server and template
+    request_token: float = 0.0  # also before that, per token of the prompt: the tokenizer, and to read the text
+    chunk: float = 0.0  # per token of an answer, beside the steps: server, router and client
     step_tokens_max: int = STEP_TOKENS_MAX
     running_max: int = 256  # requests that run at the same time
 

@@ -195,6 +195,8 @@ class Replay:
         self._requests_left = trace.requests
         self._block_tokens = site.block_tokens
         self._processors = site.processors
+        self._share = 1.0  # of a processor, for each process that could use one
+        self._on_the_way = 0  # requests between their client and an engine's scheduler
         self._gateways_in_turn = cycle(self._gateways)
         self._sync_scheduled = False
         self._calls: dict[EngineJob, _ReplayedCall] = {}  # in flight
@@ -341,12 +343,19 @@ class Replay:
         record.sent, record.deployment = now, gateway.deployments.index(deployment)
         record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
         self._calls[replayed.job] = replayed
-        arrives_at = now + self._timing.request + self._timing.request_token * record.prompt_tokens
-        if arrives_at > now:
-            self._at(arrives_at, partial(self._submit, record.deployment, replayed.job))
+        seconds = self._timing.request + self._timing.request_token * record.prompt_tokens
+        if seconds > 0:
+            self._on_the_way += 1
+            self._share_processors(now)
+            self._at(now + seconds / self._share, partial(self._arrive_at_engine, record.deployment, replayed.job))
         else:
             self._submit(record.deployment, replayed.job, now)
         self._schedule_sync(gateway, now)
+
+    def _arrive_at_engine(self, index: int, job: EngineJob, now: float) -> None:
+        self._on_the_way -= 1
+        self._submit(index, job, now)
+        self._share_processors(now)
 
     def _submit(self, index: int, job: EngineJob, now: float) -> None:
         self._engines[index].submit(job, now)
@@ -372,13 +381,17 @@ class Replay:
             self._at(now + EVENTS_SECONDS, self._publishers[index].publish)
 
     def _share_processors(self, now: float) -> None:
-        """Divide the processors among the engines that compute."""
+        """Divide the processors among the engines that compute, the chunks that they send, and requests on the way.
+
+        A request keeps the speed with which it set out, since it is soon there.
+        """
         if self._processors is None:
             return
-        share = min(1.0, self._processors / max(1, sum(engine.is_computing for engine in self._engines)))
+        used = self._on_the_way + sum(engine.processors_used for engine in self._engines)
+        self._share = self._processors / max(self._processors, used)
         for index, engine in enumerate(self._engines):
             before = engine.next_event_at
-            engine.set_share(share, now)
+            engine.set_share(self._share, now)
             if engine.next_event_at != before:
                 self._advance_later(index)
 

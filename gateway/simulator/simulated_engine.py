@@ -5,7 +5,8 @@ the rest of this budget, chunks of prompts in order of arrival. So several promp
 chunks together. A step takes
 
     seconds = (step + prefill_token * prompt tokens + prefill_context * sum over them of the tokens before each
-                    + decode * decoding requests    + decode_context * sum of their lengths) / speed
+                    + decode * decoding requests    + decode_context * sum of their lengths
+                    + start * admitted requests     + start_token * sum of their prompts' lengths) / speed
 
 A waiting request is admitted when there are blocks for its whole prompt, behind its longest cached prefix. No request
 overtakes another one. Blocks become findable in the step that computes them, blocks of answers included. The last token
@@ -15,7 +16,8 @@ waits again, and is computed again from what is still cached. `engine_cache.py` 
 As long as nothing changes, all steps are alike, so the model does not go step by step: a *phase* is a number of equal
 steps, and ends when a request ends, a prompt is complete, or a request arrives.
 
-Engines on one machine may share its processors (`set_share`). Then phases count the time in which the engine computes.
+Engines on one machine may share its processors (`set_share`). Then phases count the time in which the engine computes,
+and `processors_used` is what the engine would use if it had its own: one for the steps, and some for what it sends.
 
 The model leaves out priorities, speculative decoding, and interrupted steps.
 """
@@ -94,8 +96,12 @@ class SimulatedEngine:
             self.next_event_at = max(now, self._closed_until)
 
     @property
-    def is_computing(self) -> bool:
-        return self._phase is not None
+    def processors_used(self) -> float:
+        """Processors that it would keep busy now: those of its steps, and of what sends on the chunks."""
+        if self._phase is None:
+            return 0.0
+        chunk_seconds = self.timing.chunk * len(self.decoding)
+        return 1.0 + chunk_seconds / self._phase.seconds if chunk_seconds else 1.0
 
     def set_share(self, share: float, now: float) -> None:
         """From now on the engine has this share of the processor time that it could use. Moves `next_event_at`."""
@@ -146,16 +152,19 @@ class SimulatedEngine:
         if self.waiting:
             for job in self.decoding:
                 self._publish(job)
+        start_seconds = 0.0
         while budget > 0 and self.waiting and (admitted := self._admit(self.waiting[0])) is not None:
             parts.append((admitted, min(budget, admitted.known - admitted.computed)))
             budget -= parts[-1][1]
+            start_seconds += self.timing.start + self.timing.start_token * admitted.known
         if not parts and not self.decoding:
             return None
         steps = self._steps_until_end()
         if parts:
             job, tokens = parts[0]
-            steps = min(steps, max(1, (job.known - job.computed - 1) // tokens)) if len(parts) == 1 else 1
-        return self._phase_of(now, steps, tuple(parts))
+            one_step = len(parts) > 1 or start_seconds > 0
+            steps = 1 if one_step else min(steps, max(1, (job.known - job.computed - 1) // tokens))
+        return self._phase_of(now, steps, tuple(parts), start_seconds)
 
     def _grow_decoding(self) -> None:
         """Allocate blocks for the next token of each decoding request. Preempts the last requests if necessary."""
@@ -213,9 +222,11 @@ class SimulatedEngine:
         self.preemptions += 1
         insort(self.waiting, job, key=lambda other: other.arrival)
 
-    def _phase_of(self, now: float, steps: int, parts: tuple[tuple[EngineJob, int], ...]) -> Phase:
+    def _phase_of(
+        self, now: float, steps: int, parts: tuple[tuple[EngineJob, int], ...], start_seconds: float
+    ) -> Phase:
         timing, decoding = self.timing, self.decoding
-        seconds = timing.step + timing.decode * len(decoding)
+        seconds = timing.step + timing.decode * len(decoding) + start_seconds
         growth = 0.0
         if timing.decode_context and decoding:
             seconds += timing.decode_context * sum(job.computed for job in decoding)

@@ -48,6 +48,22 @@ def test_times_equal_those_computed_by_hand() -> None:
     assert [request.finished - request.first_chunk for request in result.requests] == pytest.approx([0.98, 0.98], 0.01)
 
 
+def test_engines_share_processors_with_requests_on_their_way_and_with_the_chunks_they_send() -> None:
+    """Two processors, three engines with a request each, and constants by which every phase is easy to compute."""
+    timing = EngineSpeed(0.1, 0.01, 0.0, request=0.2, chunk=0.05)
+    sessions = [single_request(0.0, 100, range(number, number + 1), output=11) for number in range(3)]
+    trace = TrafficTrace("t", sessions, closed_loop=False)
+    site = SimulatedSite(default_policy(3), 10**6, timing, processors=2.0)
+    result = Replay(trace, site, lambda _: RoundRobin(), holds=False).run()
+    # The third request sets out with two others on their way. The prefills of 1.1 s then share two processors.
+    first_chunks = [request.first_chunk for request in result.requests]
+    assert max(first_chunks) == pytest.approx(0.3 + 1.1 * 3 / 2, abs=0.1)
+    # Ten steps of 0.1 s, beside which 0.05 s of chunks are sent: 4.5 processors would be used.
+    assert max(request.finished for request in result.requests) == pytest.approx(max(first_chunks) + 4.5 / 2, abs=0.1)
+    alone = Replay(trace, replace(site, processors=None), lambda _: RoundRobin(), holds=False).run()
+    assert [request.finished for request in alone.requests] == pytest.approx([0.2 + 1.1 + 1.0] * 3)
+
+
 def test_a_sessions_next_request_arrives_after_the_answer_and_a_pause() -> None:
     requests = [TraceRequest(0.0, 640, 50, (BLOCKS,)), TraceRequest(30.0, 1280, 50, (range(20),))]
     trace = TrafficTrace("t", [TraceSession("s", 5.0, requests)], closed_loop=True)

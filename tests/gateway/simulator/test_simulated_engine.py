@@ -19,7 +19,7 @@ from gateway.simulator.engine_steps import EngineJob, EngineSpeed
 from gateway.simulator.simulated_engine import SimulatedEngine
 
 BLOCK = 16
-TIMING = EngineSpeed(0.01, 0.001, 0.002, 1e-6, 1e-6, step_tokens_max=128, running_max=8)
+TIMING = EngineSpeed(0.01, 0.001, 0.002, 1e-6, 1e-6, start=0.003, start_token=1e-5, step_tokens_max=128, running_max=8)
 
 
 @dataclass
@@ -50,8 +50,12 @@ def arrivals(seed: int, count: int, mean_gap: float) -> list[Arrival]:
     return made
 
 
-def step_seconds(plan: Sequence[ScheduledRequest]) -> float:
+def step_seconds(plan: Sequence[ScheduledRequest], running: Sequence[Request]) -> float:
+    """How long a step takes by the model. `running`: the requests that ran before it."""
     seconds = TIMING.step
+    for part in plan:
+        if part.request not in running:
+            seconds += TIMING.start + TIMING.start_token * len(part.request.token_ids)
     for part in plan:
         if (
             part.end > part.request.num_prompt_tokens
@@ -81,8 +85,9 @@ def run_scheduler(traffic: list[Arrival], num_blocks: int) -> tuple[list[Outcome
             sampling = SamplingParams(max_tokens=one.output_tokens)
             scheduler.add(Request(str(added), list(one.prompt), sampling, arrived=one.at))
             added += 1
+        running = [*scheduler.running]
         plan = scheduler.schedule()
-        now += step_seconds(plan)
+        now += step_seconds(plan, running)
         computed = [RunnerOutput(token_ids=(1,) if part.catches_up else ()) for part in plan]
         for output in scheduler.advance(plan, computed):
             outcome = outcomes[int(output.request_id)]
