@@ -8,7 +8,7 @@ time of a scene (`processor_time.py`), and are fitted to it by least squares: th
 thread that computes them, those of calls to the time of all other threads. Three engines get each scene at once for
 that, since engines on one machine share its caches, too. Times by the clock only test: with one engine alone, the
 simulated engine predicts the times to the first chunk and to the end of the answer, as a client sees them. The mixed
-scenes test, too, and are not fitted to. Of each scene, the quickest round counts, since other work disturbs the others.
+scenes test, too, and are not fitted to. The quickest round of each scene counts, since other work disturbs the others.
 
 What a call costs besides the engine's steps depends on the router. So conversations of `benchmarks/warm_paths` are sent
 through each router to three engines, one call after the other, and the constants of calls are fitted to them.
@@ -336,7 +336,7 @@ def calls_of_routers(folder: Path, model: Path, programs: dict[str, Path]) -> di
 
 
 def _least(rounds: Sequence[Sequence[Observed]], figure: Callable[[Observed], float]) -> Iterator[Observed]:
-    """Of each scene, the round with the least figure."""
+    """The round of each scene with the least figure."""
     return (min(same, key=figure) for same in zip(*rounds, strict=True))
 
 
