@@ -117,12 +117,18 @@ class _LoopTimer:
         self._earliest = math.inf  # no wait can be over before: a wait that begins later ends later
 
     def watch(self, bound: WaitBound) -> None:
-        now = self.loop.time()
+        """Check a bound, whose wait has begun."""
+        since = bound.since
+        assert since is not None
         self.bounds.add(bound)
-        self._earliest = min(self._earliest, now + bound.seconds, bound.deadline)
+        end = since + bound.seconds
+        if bound.deadline < end:
+            end = bound.deadline
+        if end < self._earliest:
+            self._earliest = end
         if not self._ticking:
             self._ticking = True
-            self._schedule(now)
+            self._schedule(since)
 
     def _schedule(self, now: float) -> None:
         self._due = now + TICK_SECONDS
@@ -149,8 +155,11 @@ class _LoopTimer:
                 if bound.refresh is not None:
                     bound.refresh()
                 since = now if bound.since is None else bound.since
-                end = min(since + bound.seconds, bound.deadline)
-                self._earliest = min(self._earliest, end)
+                end = since + bound.seconds
+                if bound.deadline < end:
+                    end = bound.deadline
+                if end < self._earliest:
+                    self._earliest = end
                 if end <= now and bound.since is not None:
                     bound.expire()
         if self.bounds:

@@ -84,6 +84,7 @@ class Receiver(Protocol):
     """The connection to a deployment (`gateway.providers.transport.connection.Connection`)."""
 
     loop: asyncio.AbstractEventLoop
+    relayed: RelayedStream | None
 
     @property
     def is_between_chunks(self) -> bool:
@@ -177,13 +178,13 @@ class RelayedStream:
         direct, client, transport = self._direct, self._client, self._transport
         if self._ended or self._native is not None or transport.is_closing() or client.is_closing():
             return
+        sockets = _socket_of(transport), _socket_of(client)
+        if sockets[0] is None or sockets[1] is None or not self._relay.open(self._receiver.loop):
+            self._receiver.relayed = None  # native code cannot pass on this stream
+            return
         between = self._receiver.is_between_chunks and direct.begins_frame
         if not between or direct.flow.write_paused or client.get_write_buffer_size():
             self._wait_longer()
-            return
-        sockets = _socket_of(transport), _socket_of(client)
-        if sockets[0] is None or sockets[1] is None or not self._relay.open(self._receiver.loop):
-            self._ended = True  # native code cannot pass on this stream
             return
         (before, after), received = direct.form, direct.received
         self._id = self._relay.add(self)

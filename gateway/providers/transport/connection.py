@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._sink: Callable[[bytes], bool] | None = None
         self._direct: DirectText | None = None
-        self._relayed: RelayedStream | None = None
+        self.relayed: RelayedStream | None = None
         self._take_chunk: Callable[[bytes], bool] | None = None  # `_direct.take`, if the last read ended with a chunk
         self._sink_failure: Exception | None = None
         self._reset()
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
             return False
         self._sink, self._direct = sink, direct
         if direct is not None and self._pool.relay is not None:
-            self._relayed = RelayedStream(self._pool.relay, self, self._transport, direct)
+            self.relayed = RelayedStream(self._pool.relay, self, self._transport, direct)
         try:
             while self._sink is not None and not self.complete and self._sink_failure is None:
                 await self._wait(timeout_seconds)
@@ -117,9 +117,9 @@ class Connection(asyncio.Protocol):
                 raise self._sink_failure
             return self._sink is not None
         finally:
-            if self._relayed is not None:
-                self._relayed.end()
-                self._relayed = None
+            if self.relayed is not None:
+                self.relayed.end()
+                self.relayed = None
             self._sink = self._sink_failure = self._direct = self._take_chunk = None
 
     @property
@@ -195,8 +195,8 @@ class Connection(asyncio.Protocol):
         """
         if (take := self._take_chunk) is not None:
             if take(data):
-                if self._relayed is not None:
-                    self._relayed.read_taken()
+                if self.relayed is not None:
+                    self.relayed.read_taken()
                 return  # the parser is where it was, between two chunks
             self._take_chunk = None
         self.has_received = True
@@ -236,8 +236,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Called by asyncio at the end of the connection. It is an error unless the body ends with the connection."""
-        if self._relayed is not None:
-            self._relayed.end()
+        if self.relayed is not None:
+            self.relayed.end()
         self._pool.discard(self)
         if self.status and error is None and not self._failure and self._ends_with_the_connection():
             self.complete = True
