@@ -1,9 +1,10 @@
 // Attention with dot products: for decodes, and for all rows that prompt_attention.h or AMX do not take.
 //
 // `Rows` computes a few query rows of one sequence for a few neighbouring key/value heads: scores, softmax, weighted
-// sum of values, for a slice of the positions at a time. It is generic over the dtype T of the queries and the format C
-// of the cache: ScoreStep and WeighStep (attention_steps.h) say how both are read and multiplied. attention_tasks.h
-// divides the rows among the threads.
+// sum of values, for a slice of the positions at a time. It is generic over the dtype T of the queries, the format C of
+// the cache, and the size DIM of a head, which is 0 if it is only known at run time. ScoreStep and WeighStep
+// (attention_steps.h) say how queries and the cache are read and multiplied. attention_tasks.h divides the rows among
+// the threads.
 
 constexpr int64_t SLICE = 256;    // positions that are scored before their values are weighed
 constexpr int64_t PART_ROWS = 8;  // rows in a part, at most
@@ -39,11 +40,24 @@ inline __attribute__((noinline)) void add_slice(float* sums, const float* more, 
   sums[sum_dim + 1] = sums[sum_dim + 1] * before + more[sum_dim + 1] * factor;
 }
 
+// A number that is known when the kernels are compiled, or only at run time if N is 0.
+template <int64_t N>
+struct Size {
+  constexpr Size(int64_t) {}
+  constexpr operator int64_t() const { return N; }
+};
+template <>
+struct Size<0> {
+  const int64_t n;
+  Size(int64_t n) : n(n) {}
+  operator int64_t() const { return n; }
+};
+
 // A part of the rows for a few neighbouring key/value heads. The keys and values of a position are read once for all
 // rows of all these heads, since those heads are adjacent in a block. Slices begin at multiples of SLICE and are added
 // in their order, and a row adds zero for positions that other rows see and it does not, so a row's sums depend neither
 // on the other rows nor on the number of threads.
-template <class T, class C>
+template <class T, class C, int64_t DIM>
 struct Rows {
   typedef ScoreStep<T, C> Step;
   typedef WeighStep<T, C> Weigh;
@@ -52,7 +66,7 @@ struct Rows {
   static constexpr int64_t LINE = 64 / sizeof(C);          // numbers in a cache line
   static constexpr int64_t AT_ONCE = 16, MIN_AT_ONCE = 4;  // positions in a run, unless a block or slice ends
   static constexpr int NEAR = 3, FAR = 2;                  // for __builtin_prefetch: to L1, to L2
-  static constexpr int STREAMS = WIDTH == 64 ? 2 : 1;      // that are prefetched to L2
+  static constexpr int RUNS_AHEAD = 3;                     // that are prefetched: the next one to L1, the others to L2
   // Bytes of a run that stays in L1 beside the next one, unless MIN_AT_ONCE positions have more. Other levels than
   // AVX-512 take longer for a run than for memory.
   static constexpr int64_t RUN_BYTES = WIDTH == 64 ? 8 << 10 : 64 << 10;
@@ -63,8 +77,9 @@ struct Rows {
   const Attend& a;
   const RowPart part;
   const int64_t head, heads, row = part.row, count = part.count;
-  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, row_of_head = row_size<C>(dim),
+  const int64_t group = a.num_heads / a.num_kv_heads, row_of_head = row_size<C>(a.head_dim),
                 stride = a.num_kv_heads * row_of_head;
+  const Size<DIM> dim = a.head_dim;
   const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = sums_of_row(dim),
                 sum_stride = floats_of_row(dim);
   // Positions that are processed for all heads before the next ones.
@@ -149,12 +164,18 @@ struct Rows {
       Weigh::finish(static_cast<T*>(a.out) + at(h, r) + d, pair_of(own + d), inverse, dim - d);
   }
 
-  // What a visit prefetches while it computes: as many rows as it has, from `near` on to L1, and from `far` on to L2,
-  // or half of these from `other` on.
+  // Where a visit's parts of the next runs begin. It prefetches them while it computes.
   struct Ahead {
-    const C *near, *far, *other;
+    const C* of_run[RUNS_AHEAD];
+    static Ahead all(const C* from) {
+      Ahead ahead;
+      unroll<RUNS_AHEAD>([&](auto i) __attribute__((always_inline)) { ahead.of_run[i] = from; });
+      return ahead;
+    }
     inline __attribute__((always_inline)) Ahead operator+(int64_t numbers) const {
-      return {near + numbers, far + (numbers >> (STREAMS - 1)), other + (numbers >> (STREAMS - 1))};
+      Ahead ahead;
+      unroll<RUNS_AHEAD>([&](auto i) __attribute__((always_inline)) { ahead.of_run[i] = of_run[i] + numbers; });
+      return ahead;
     }
   };
   struct Reading {  // positions of a cache that are read after those of another one
@@ -164,22 +185,24 @@ struct Rows {
 
   // Calls visit(head, i, from, n, ahead) for runs of n consecutive positions, for each head of a run before the next
   // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one.
-  // Each visit prefetches a part of the run after the next to L2, and of the next run to L1. A core has only few
-  // buffers for lines on their way to L1: if the lines came from memory directly, these would limit the speed.
+  // Each visit prefetches a part of the next run to L1, and of the runs after it to L2. A core has only few buffers for
+  // lines on their way to L1: if the lines came from memory directly, these would limit the speed. And it drops some
+  // prefetches to L2 while it has many others to do, the more the faster the kernels compute, so each line is
+  // prefetched to L2 twice, in different runs. That takes a third less time than once.
   template <class F>
   inline __attribute__((always_inline)) void each_run(const void* cache, Reading then, F visit) {
     for (int64_t p = begin; p < end;) {
-      const int64_t n = min_of(at_once, min_of(a.block_size - p % a.block_size, end - p));
-      const C *const from = at(cache, p), *const next = at(cache, p + n, then),
-                     *const after_next = at(cache, p + 2 * n, then);
-      for (int64_t h = 0; h < heads; h++)
-        visit(h, p - begin, from + h * row_of_head, n, ahead_of(next, after_next, h, n, from));
+      const int64_t n = min_of(at_once, min_of(a.block_size - uint32_t(p) % uint32_t(a.block_size), end - p));
+      const C *const from = at(cache, p), *next[RUNS_AHEAD];
+      for (int i = 0; i < RUNS_AHEAD; i++) next[i] = at(cache, p + (i + 1) * n, then);
+      for (int64_t h = 0; h < heads; h++) visit(h, p - begin, from + h * row_of_head, n, ahead_of(next, h, n, from));
       p += n;
     }
   }
   const C* at(const void* cache, int64_t p) const {
-    return static_cast<const C*>(cache) +
-           (int64_t(table[p / a.block_size]) * a.block_size + p % a.block_size) * stride + head * row_of_head;
+    const uint32_t position = uint32_t(p), size = uint32_t(a.block_size);  // of 32 bits, which divide faster
+    return static_cast<const C*>(cache) + (int64_t(table[position / size]) * size + position % size) * stride +
+           head * row_of_head;
   }
   const C* at(const void* cache, int64_t p, const Reading& then) const {  // null after the end of both
     if (p < end) return at(cache, p);
@@ -187,23 +210,22 @@ struct Rows {
     return q < then.end ? at(then.cache, q) : nullptr;
   }
 
-  // What a head prefetches of two later runs; `own`, which is in the cache, in place of a run if there is no such run.
+  // What a head prefetches of the next runs; `own`, which is in the cache, in place of a run that does not exist.
   // Memory must be prefetched in its order, a few lines at a time: then the hardware recognises a stream and joins in,
-  // and memory is read a third faster, and another tenth if the two halves of a run are two streams. So the heads of a
-  // run prefetch consecutive parts of it or of its halves, whatever these hold.
-  Ahead ahead_of(const C* next, const C* after_next, int64_t h, int64_t n, const C* own) const {
-    const int64_t each = n * row_of_head / STREAMS;
-    const C* const near = part_of<NEAR>(next, h, n, n * row_of_head, own);
-    const C* const far = part_of<FAR>(after_next, h, n, each, own);
-    if (STREAMS == 1 || far == own) return {near, far, far};
-    if (IS_SCALED<C>) prefetch<FAR>(far + (heads + 1) * each - 1, 1);
-    return {near, far, far + heads * each};
+  // and memory is read a third faster. So the heads of a run prefetch consecutive parts of it, whatever these hold.
+  Ahead ahead_of(const C* const* next, int64_t h, int64_t n, const C* own) const {
+    Ahead ahead;
+    unroll<RUNS_AHEAD>([&](auto i) __attribute__((always_inline)) {
+      ahead.of_run[i] = part_of<i == 0 ? NEAR : FAR>(next[i], h, n, own);
+    });
+    return ahead;
   }
-  // Where a head's part of a run begins, which has `each` numbers. If the task has only some of the heads, their parts
-  // are not consecutive and are requested at once; then the result is `own`, too.
+  // Where a head's part of a run begins. If the task has only some of the heads, their parts are not consecutive and
+  // are requested at once; then the result is `own`, too.
   template <int CACHE>
-  const C* part_of(const C* run, int64_t h, int64_t n, int64_t each, const C* own) const {
+  const C* part_of(const C* run, int64_t h, int64_t n, const C* own) const {
     if (!run) return own;
+    const int64_t each = n * row_of_head;
     if (heads == a.num_kv_heads) {
       if (IS_SCALED<C>) prefetch<CACHE>(run + (h + 1) * each - 1, 1);  // scales take no step of their own
       return run + h * each;
@@ -220,15 +242,9 @@ struct Rows {
   template <int i, int N, int SIZE>
   static inline __attribute__((always_inline)) void prefetch_part(Ahead ahead) {
     if constexpr (SIZE >= LINE || N % (LINE / SIZE) || i % (LINE / SIZE) == 0) {
-      prefetch<NEAR>(ahead.near + i * SIZE, SIZE);
-      if constexpr (STREAMS == 1) {
-        prefetch<FAR>(ahead.far + i * SIZE, SIZE);
-      } else if constexpr (SIZE <= LINE && N * SIZE % (2 * LINE) == 0) {  // the lines of the parts in turn
-        prefetch<FAR>((i * SIZE / LINE % 2 ? ahead.other : ahead.far) + i * SIZE / LINE / 2 * LINE, 1);
-      } else {  // half of the part each
-        prefetch<FAR>(ahead.far + i * SIZE / 2, SIZE / 2);
-        prefetch<FAR>(ahead.other + i * SIZE / 2, SIZE / 2);
-      }
+      unroll<RUNS_AHEAD>([&](auto j) __attribute__((always_inline)) {
+        prefetch<j == 0 ? NEAR : FAR>(ahead.of_run[j] + i * SIZE, SIZE);
+      });
     }
   }
 
@@ -249,7 +265,7 @@ struct Rows {
     int64_t r = 0;
     for (; r + QUERY_ROWS <= count; r += QUERY_ROWS) {
       score_rows<QUERY_ROWS, SCORED_KEYS>(query + r * query_dim, keys, n, ahead, to + r * width);
-      ahead = {keys, keys, keys};  // prefetched only once
+      ahead = Ahead::all(keys);  // prefetched only once
     }
     switch (count - r) {
       case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
@@ -327,7 +343,7 @@ struct Rows {
     int64_t r = 0;
     for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) {
       weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, ahead);
-      ahead = {values, values, values};  // prefetched only once
+      ahead = Ahead::all(values);  // prefetched only once
     }
     weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, ahead);
   }
@@ -356,14 +372,20 @@ struct Rows {
       own[i / V][i % V] = pair_of(to + i / V * sum_stride + i % V * PAIR);
     });
     const auto step = [&](int64_t i, int64_t next) __attribute__((always_inline)) {
+      typename Weigh::Weights of_rows[R];
+      if constexpr (WIDTH == 64)
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
+          of_rows[r] = Weigh::of_weights(weights + r * weight_stride + i);
+        });
       unroll<V>([&](auto j) __attribute__((always_inline)) {
-        force_reload(weights);
+        if constexpr (WIDTH != 64) force_reload(weights);  // registers are missing for the rows' weights
         constexpr int P = Weigh::POSITIONS;
         unroll<P>([&](auto p)
                       __attribute__((always_inline)) { prefetch_part<j * P + p, V * P, PAIR>(ahead + i * V * PAIR); });
         const Pair values = Weigh::of_values(value + i * stride + d + j * PAIR, next, left);
         unroll<R>([&](auto r) __attribute__((always_inline)) {
-          own[r][j] = Weigh::add(own[r][j], values, weights + r * weight_stride + i);
+          own[r][j] = Weigh::add(own[r][j], values,
+                                 WIDTH == 64 ? of_rows[r] : Weigh::of_weights(weights + r * weight_stride + i));
         });
       });
     };

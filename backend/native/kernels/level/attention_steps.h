@@ -44,8 +44,10 @@ struct ScoreStep<bf16, bf16> : Step<bf16> {
 struct WeighPairs {
   static constexpr int64_t POSITIONS = 1;
   typedef float Weight;
-  static Pair add(Pair sum, Pair values, const float* weight) {
-    return {sum.first + values.first * *weight, sum.second + values.second * *weight};
+  typedef vf Weights;  // of these positions, in all lanes
+  static Weights of_weights(const float* weight) { return all(*weight); }
+  static Pair add(Pair sum, Pair values, Weights weight) {
+    return {sum.first + values.first * weight, sum.second + values.second * weight};
   }
 };
 template <class T, class C>
@@ -79,7 +81,9 @@ struct WeighStep<bf16, bf16> {
                   other = stride ? Step<bf16>::of_x(value + stride, left) : __m512i{};
     return {(vf)_mm512_unpacklo_epi16(one, other), (vf)_mm512_unpackhi_epi16(one, other)};
   }
-  static Pair add(Pair sum, Pair values, const bf16* weights) {
+  typedef __m512i Weights;
+  static Weights of_weights(const bf16* weights) { return word_of(weights); }
+  static Pair add(Pair sum, Pair values, Weights weights) {
     return {add_pairs(sum.first, (__m512i)values.first, weights),
             add_pairs(sum.second, (__m512i)values.second, weights)};
   }

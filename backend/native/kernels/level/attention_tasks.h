@@ -44,29 +44,30 @@ struct RowTasks {
   size_t bytes() const { return by_slices ? slices * floats_of_slice() * sizeof(float) : 0; }
 };
 
-template <class T, class C>
-void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
+template <class T, class C, int64_t DIM>
+void attend_in(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
   const RowTasks tasks(a, skips, call_settings.num_threads);
   const int64_t head_parts = ceil_div(a.num_kv_heads, tasks.heads), row_floats = floats_of_row(a.head_dim);
   const auto first_head = [&](int64_t i) { return i % head_parts * tasks.heads; };
   const auto num_heads = [&](int64_t i) { return min_of(tasks.heads, a.num_kv_heads - first_head(i)); };
   if (!tasks.by_slices)
     return parallel_for(tasks.parts * head_parts, 1, [&](int64_t i) {
-      Rows<T, C>(a, tasks.part(i / head_parts), first_head(i), num_heads(i)).run();
+      Rows<T, C, DIM>(a, tasks.part(i / head_parts), first_head(i), num_heads(i)).run();
     });
   parallel_for(tasks.slices * head_parts, 1, [&](int64_t i) {
     int64_t slice = i / head_parts, index = 0;
     for (; slice >= tasks.part(index).slices(); index++) slice -= tasks.part(index).slices();
     const RowPart part = tasks.part(index);
     float* const to = shared + i / head_parts * tasks.floats_of_slice();
-    Rows<T, C>(a, part, first_head(i), num_heads(i)).run_slice(slice, to + first_head(i) * part.count * row_floats);
+    Rows<T, C, DIM>(a, part, first_head(i), num_heads(i))
+        .run_slice(slice, to + first_head(i) * part.count * row_floats);
   });
   parallel_for(tasks.parts * a.num_kv_heads, 0, [&](int64_t i) {
     const int64_t index = i / a.num_kv_heads, head = i % a.num_kv_heads;
     const RowPart part = tasks.part(index);
     const float* more = shared + head * part.count * row_floats;
     for (int64_t before = 0; before < index; before++) more += tasks.part(before).slices() * tasks.floats_of_slice();
-    Rows<T, C> rows(a, part, head, 1);
+    Rows<T, C, DIM> rows(a, part, head, 1);
     for (int64_t r = 0; r < part.count; r++) {
       rows.begin_sums(0, r, rows.sums);
       for (int64_t slice = 0; slice < part.slices(); slice++)
@@ -74,6 +75,15 @@ void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t), float* sh
       rows.finish(0, r, rows.sums);
     }
   });
+}
+// With the usual sizes of heads as constants, the usual format of AVX-512 takes a tenth less time.
+template <class T, class C>
+void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
+  if constexpr (WIDTH == 64 && std::is_same<C, bf16>::value) switch (a.head_dim) {
+      case 64: return attend_in<T, C, 64>(a, skips, shared);
+      case 128: return attend_in<T, C, 128>(a, skips, shared);
+    }
+  attend_in<T, C, 0>(a, skips, shared);
 }
 template <class T>
 void attend(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
