@@ -193,15 +193,17 @@ inline int64_t panels_together(int64_t panels, int64_t rows) {
 }
 
 template <class W>
-constexpr int FEW_PANELS = 2;  // that two rows are multiplied with at once
+constexpr int FEW_PANELS = WIDTH == 64 ? 1 : 2;  // that two rows are multiplied with at once
 // Grouped weights need separate registers for products and sums.
 template <>
 constexpr int FEW_PANELS<int4x32> = 1;
 template <>
 constexpr int FEW_PANELS<mxfp4x32> = 1;
-// For one row. With AVX2, more panels of bfloat16 would only be more streams from memory.
+// For one row. Reading bfloat16 takes longer than multiplying it, and a core reads fewer streams of memory faster.
 template <class W>
-constexpr int ONE_ROW_PANELS = WIDTH == 32 && sizeof(W) == sizeof(bf16) ? FEW_PANELS<W> : 2 * FEW_PANELS<W>;
+constexpr int ONE_ROW_PANELS = WIDTH == 64                 ? 1
+                               : sizeof(W) == sizeof(bf16) ? FEW_PANELS<W>
+                                                           : 2 * FEW_PANELS<W>;
 
 template <class W>
 void linear_packed(const Linear& a, void* memory) {
