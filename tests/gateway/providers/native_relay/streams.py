@@ -87,16 +87,11 @@ class Stream:
 
     begun: ClassVar[list[Stream]] = []
 
-    async def begin(
-        self,
-        sockets: tuple[socket.socket, socket.socket] | None = None,
-        client: tuple[socket.socket, socket.socket] | None = None,
-    ) -> None:
-        """`sockets` and `client` are pairs, each with the other end first."""
+    async def begin(self, sockets: tuple[socket.socket, socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.begun.append(self)
         self.server, connected = sockets or socket.socketpair()
-        self.client, accepted = client or socket.socketpair()
+        self.client, accepted = socket.socketpair()
         self.server.setblocking(False)
         self.client.setblocking(False)
         pool = OriginPool("x", 1, None, 1, 1.0, relay=self.relay)
@@ -136,13 +131,8 @@ class Stream:
             await asyncio.sleep(0)
         for _ in range(4):  # turns of the event loop, in which native code adopts the stream or hands it over
             await asyncio.sleep(0)
-        if self.client_reads:
-            self.receive()
-
-    def receive(self) -> None:
-        """Let the client read what has arrived."""
         with contextlib.suppress(BlockingIOError):
-            while data := self.client.recv(2**20):
+            while self.client_reads and (data := self.client.recv(2**20)):
                 self.received += data
 
     def _unread_bytes(self) -> int:
@@ -198,12 +188,6 @@ async def relayed(relay: StreamRelay | None, reads: Sequence[bytes], *, until: f
             break
         await stream.send(read)
     return await stream.finish()
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connected = socket.create_connection(listener.getsockname())
-        return listener.accept()[0], connected
 
 
 def without_coding(body: bytes) -> bytes:
