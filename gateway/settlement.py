@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import msgspec
@@ -44,7 +44,7 @@ from gateway.response_cache import UNRECORDED, Recording, Unrecorded
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
-from gateway.types import Call, Outcome, Usage
+from gateway.types import Attempt, Call, Outcome, Usage
 
 NOTED_BYTES = 16 * 1024  # of a stream, after which the ledger notes again how much of it has been received
 
@@ -251,7 +251,10 @@ class Settlement:
             self._attempts.done = (self._hedge_usage or HedgeUsage(self._call)).with_usage(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
-        usage, attempts = with_prefill_billed(self.meter.usage, self._attempts.done)
+        usage = self.meter.usage
+        attempts: Sequence[Attempt] = self._attempts.done
+        if attempts[1:]:  # a prefill is an attempt of its own
+            usage, attempts = with_prefill_billed(usage, attempts)
         record.usage = usage
         deployment = billed.config if billed is not None else None
         bill = self._bill(usage)

@@ -22,9 +22,10 @@ from gateway.types import Attempt, Usage
 def with_prefill_billed(usage: Usage, attempts: Sequence[Attempt]) -> tuple[Usage, Sequence[Attempt]]:
     """Exchange the counts of the prompt in an answer's usage and in its prefill's unbilled work.
 
-    Changes nothing if the answer was not prepared by the prefill, or if one of both counts is an estimate.
+    The last attempt is the one that answered. Changes nothing if the answer was not prepared by the prefill, or if one
+    of both counts is an estimate.
     """
-    if len(attempts) < 2 or not usage.exact:
+    if not usage.exact:
         return usage, attempts
     answer = attempts[-1]
     for number, attempt in enumerate(attempts):
