@@ -39,6 +39,17 @@ def new_relay() -> StreamRelay:
         pytest.skip(f"the relay cannot be compiled: {error}")
 
 
+def narrow_connection() -> tuple[socket.socket, socket.socket]:
+    """The ends of a TCP connection that holds only some kilobytes, of which the system takes a part of a write."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client.connect(listening.getsockname())
+        accepted, _ = listening.accept()
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return client, accepted
+
+
 class ClientSide(asyncio.Protocol):
     """The gateway's side of a client's connection. Implements `ClientFlow` as `JoinedProtocol` and its flow do."""
 
@@ -84,6 +95,7 @@ class Stream:
         self.noted: list[bytes] | None = None
         self.client_reads = True
         self.received = b""  # by the client, with the transfer coding
+        self.client_sockets = socket.socketpair  # makes the client's socket and the gateway's
 
     begun: ClassVar[list[Stream]] = []
 
@@ -91,7 +103,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         self.begun.append(self)
         self.server, connected = sockets or socket.socketpair()
-        self.client, accepted = socket.socketpair()
+        self.client, accepted = self.client_sockets()
         self.server.setblocking(False)
         self.client.setblocking(False)
         pool = OriginPool("x", 1, None, 1, 1.0, relay=self.relay)

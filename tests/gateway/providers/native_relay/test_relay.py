@@ -25,7 +25,7 @@ from gateway.providers.native_relay import relay as native_relay
 from gateway.providers.native_relay.compiler import COMPILERS, CompileError, compile_relay, library_file
 from gateway.providers.native_relay.relay import READS_MAX, StreamRelay, open_relay
 from tests.gateway.endpoints.relayed import cut_at
-from tests.gateway.providers.native_relay.streams import Stream, new_relay, relayed
+from tests.gateway.providers.native_relay.streams import Stream, narrow_connection, new_relay, relayed, without_coding
 from tests.gateway.providers.test_direct_text import DONE, END, EVENTS, SIZES, Passed, coded
 from tests.gateway.providers.test_text_events import event
 
@@ -240,6 +240,21 @@ async def test_a_slow_client_is_waited_for_in_python(relay: StreamRelay) -> None
     assert stream.is_native(), "the client reads again"
     reads.append(LAST)
     await stream.send(LAST)
+    assert await stream.finish() == await in_python(reads)
+
+
+async def test_the_rest_of_an_event_follows_of_which_a_client_took_a_part(relay: StreamRelay) -> None:
+    stream, reads = await a_native_stream(relay, client_sockets=narrow_connection)
+    stream.client_reads = False
+    reads.append(coded(event(" token" * 2_000)))
+    await stream.send(reads[-1])
+    await stream.handed_over()
+    assert 0 < stream.client_transport.get_write_buffer_size() < len(reads[-1])
+    assert stream.text.received == sum(len(without_coding(read)) for read in reads), "it is counted once"
+    await stream.read_to(reads[-1])
+    reads += [coded(event("c")), LAST]
+    for read in reads[-2:]:
+        await stream.send(read)
     assert await stream.finish() == await in_python(reads)
 
 
