@@ -84,8 +84,16 @@ def test_a_prefix_is_evicted_from_its_end_and_uncached_blocks_are_used_first() -
     assert uncached is not None
     pool.free(table)
     pool.free(uncached)  # freed last, but reused first, because nothing is lost with it
-    assert pool.allocate(2) == [*uncached, table[2]]
+    assert [pool.allocate(1), pool.allocate(1)] == [uncached, table[2:]]
     assert pool.find_cached_prefix(hashes(contents)) == table[:2]
+
+
+def test_new_blocks_are_in_the_order_of_memory() -> None:
+    pool = BlockPool(8, 2)
+    table = pool.allocate(5)
+    assert table == [0, 1, 2, 3, 4]
+    pool.free([3, 0, 4, 1, 2])
+    assert pool.allocate(6) == [1, 2, 4, 5, 6, 7]  # those that were never used, and those that were freed first
 
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:

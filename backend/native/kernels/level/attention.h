@@ -66,7 +66,7 @@ struct Rows {
   static constexpr int64_t LINE = 64 / sizeof(C);          // numbers in a cache line
   static constexpr int64_t AT_ONCE = 16, MIN_AT_ONCE = 4;  // positions in a run, unless a block or slice ends
   static constexpr int NEAR = 3, FAR = 2;                  // for __builtin_prefetch: to L1, to L2
-  static constexpr int RUNS_AHEAD = 3;                     // that are prefetched: the next one to L1, the others to L2
+  static constexpr int RUNS_AHEAD = WIDTH == 64 ? 3 : 1;   // that are prefetched: the next one to L1, others to L2
   // Bytes of a run that stays in L1 beside the next one, unless MIN_AT_ONCE positions have more. Other levels than
   // AVX-512 take longer for a run than for memory.
   static constexpr int64_t RUN_BYTES = WIDTH == 64 ? 8 << 10 : 64 << 10;
@@ -80,8 +80,8 @@ struct Rows {
   const int64_t group = a.num_heads / a.num_kv_heads, row_of_head = row_size<C>(a.head_dim),
                 stride = a.num_kv_heads * row_of_head;
   const Size<DIM> dim = a.head_dim;
-  const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = sums_of_row(dim),
-                sum_stride = floats_of_row(dim);
+  const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, whole_steps = dim / Step::SIZE * Step::SIZE,
+                sum_dim = sums_of_row(dim), sum_stride = floats_of_row(dim);
   // Positions that are processed for all heads before the next ones.
   const int64_t at_once = positions_at_once(heads * row_of_head * sizeof(C));
   const int32_t* const table = a.tables + part.seq * a.table_width;
@@ -185,10 +185,11 @@ struct Rows {
 
   // Calls visit(head, i, from, n, ahead) for runs of n consecutive positions, for each head of a run before the next
   // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one.
-  // Each visit prefetches a part of the next run to L1, and of the runs after it to L2. A core has only few buffers for
-  // lines on their way to L1: if the lines came from memory directly, these would limit the speed. And it drops some
-  // prefetches to L2 while it has many others to do, the more the faster the kernels compute, so each line is
-  // prefetched to L2 twice, in different runs. That takes a third less time than once.
+  // Each visit prefetches a part of the next run to L1, and with AVX-512 of the two runs after it to L2. A core has
+  // only few buffers for lines on their way to L1: if the lines came from memory directly, these would limit the speed.
+  // And it drops some prefetches to L2 while it has many others to do, the more the faster the kernels compute, so each
+  // line is prefetched to L2 twice, in different runs. That takes a third less time than once. Narrower vectors are
+  // never that fast: there, prefetches to L2 cost more time than they save.
   template <class F>
   inline __attribute__((always_inline)) void each_run(const void* cache, Reading then, F visit) {
     for (int64_t p = begin; p < end;) {
@@ -283,7 +284,7 @@ struct Rows {
   inline __attribute__((always_inline)) void products(const Stored* query, const C* key, Ahead ahead, float* to) {
     vf own[R][N];
     zero(own);
-    const int64_t whole = dim / Step::SIZE * Step::SIZE;
+    const int64_t whole = DIM ? DIM / Step::SIZE * Step::SIZE : whole_steps;
     for (int64_t d = 0; d < whole; d += Step::SIZE)
       unroll<Step::PARTS_OF_STEP>([&](auto part) __attribute__((always_inline)) {
         typename Step::V rows[R];
@@ -373,25 +374,39 @@ struct Rows {
     });
     const auto step = [&](int64_t i, int64_t next) __attribute__((always_inline)) {
       typename Weigh::Weights of_rows[R];
-      if constexpr (WIDTH == 64)
-        unroll<R>([&](auto r) __attribute__((always_inline)) {
-          of_rows[r] = Weigh::of_weights(weights + r * weight_stride + i);
-        });
+      unroll<R>([&](auto r) __attribute__((always_inline)) {
+        of_rows[r] = Weigh::of_weights(weights + r * weight_stride + i);
+      });
       unroll<V>([&](auto j) __attribute__((always_inline)) {
-        if constexpr (WIDTH != 64) force_reload(weights);  // registers are missing for the rows' weights
         constexpr int P = Weigh::POSITIONS;
         unroll<P>([&](auto p)
                       __attribute__((always_inline)) { prefetch_part<j * P + p, V * P, PAIR>(ahead + i * V * PAIR); });
-        const Pair values = Weigh::of_values(value + i * stride + d + j * PAIR, next, left);
-        unroll<R>([&](auto r) __attribute__((always_inline)) {
-          own[r][j] = Weigh::add(own[r][j], values,
-                                 WIDTH == 64 ? of_rows[r] : Weigh::of_weights(weights + r * weight_stride + i));
-        });
+        const C* from = value + i * stride + d + j * PAIR;
+        if constexpr (P == 2) {
+          const Pair values = Weigh::of_values(from, next, left);
+          unroll<R>([&](auto r)
+                        __attribute__((always_inline)) { own[r][j] = Weigh::add(own[r][j], values, of_rows[r]); });
+        } else {  // one vector of a pair at a time: with AVX2, sums and weights leave no register for two
+          const vf first = Weigh::of_values(from, 0, left);
+          unroll<R>([&](auto r) __attribute__((always_inline)) {
+            own[r][j].first = add_product(own[r][j].first, first, of_rows[r]);
+          });
+          force_reload(from);
+          const vf second = Weigh::of_values(from, 1, left);
+          unroll<R>([&](auto r) __attribute__((always_inline)) {
+            own[r][j].second = add_product(own[r][j].second, second, of_rows[r]);
+          });
+        }
       });
     };
     int64_t i = 0;
-    for (; i + Weigh::POSITIONS <= n; i += Weigh::POSITIONS) step(i, Weigh::POSITIONS > 1 ? stride : 0);
-    if (i < n) step(i, 0);
+    if constexpr (Weigh::POSITIONS == 1) {
+      do step(i, 0);
+      while (++i < n);
+    } else {
+      for (; i + Weigh::POSITIONS <= n; i += Weigh::POSITIONS) step(i, stride);
+      if (i < n) step(i, 0);
+    }
     unroll<R * V>([&](auto i) __attribute__((always_inline)) {
       store(to + i / V * sum_stride + i % V * PAIR, own[i / V][i % V]);
     });

@@ -46,20 +46,25 @@ struct WeighPairs {
   typedef float Weight;
   typedef vf Weights;  // of these positions, in all lanes
   static Weights of_weights(const float* weight) { return all(*weight); }
-  static Pair add(Pair sum, Pair values, Weights weight) {
-    return {sum.first + values.first * weight, sum.second + values.second * weight};
-  }
 };
 template <class T, class C>
 struct WeighStep : WeighPairs {
-  static Pair of_values(const T* value, int64_t, int64_t left) { return pair_of(value, left); }
+  static vf of_values(const T* value, int part, int64_t left) {
+    if (left >= PAIR) return part_of_pair(value, part);
+    const Pair both = pair_of(value, left);
+    return part ? both.second : both.first;
+  }
   static void finish(T* out, Pair sum, float factor, int64_t left) {
     store(out, Pair{sum.first * factor, sum.second * factor}, left);
   }
 };
 template <class T, class C>
 struct ScaledWeighStep : WeighPairs {
-  static Pair of_values(const C* value, int64_t, int64_t left) { return in_turn(value, left); }
+  static vf of_values(const C* value, int part, int64_t left) {
+    if (left >= PAIR) return load(value + part * LANES);
+    const Pair both = in_turn(value, left);
+    return part ? both.second : both.first;
+  }
   static void finish(T* out, Pair sum, float factor, int64_t left) {
     store(out, sum.first * factor, left);
     if (left > LANES) store(out + LANES, sum.second * factor, left - LANES);

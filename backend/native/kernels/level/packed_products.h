@@ -41,8 +41,7 @@ inline int64_t even_part(int64_t count, int64_t most, int64_t unit) {
   return ceil_div(ceil_div(count, ceil_div(count, most)), unit) * unit;
 }
 
-// Memory to prefetch while multiplying: `lines` cache lines with every STRIDE_STEPS steps. Panels of pairs are
-// prefetched into L2, because L1 is full.
+// Memory to prefetch while multiplying: `lines` cache lines with every STRIDE_STEPS steps, into L2, because L1 is full.
 struct Prefetch {
   const char* from = nullptr;
   int64_t lines = 0;
@@ -82,9 +81,14 @@ inline void finish_panel(const Linear& a, const InputRows<W>& x, int64_t row, in
   finish<bf16>(a, row, n, first, second);
 }
 
-// Bytes of panels that few rows prefetch while they multiply the ones before. With AVX-512, so few instructions
-// multiply a panel that the hardware's prefetcher is better.
-constexpr int64_t PREFETCHED_PANELS = WIDTH == 32 ? 256 << 10 : 0;
+// Bytes of panels that few rows prefetch while they multiply the ones before: with AVX2, of grouped weights, which take
+// longer to multiply than to read. Where reading takes longer, the hardware's prefetcher is better, and is disturbed.
+template <class W>
+constexpr int64_t PREFETCHED_PANELS = 0;
+template <>
+constexpr int64_t PREFETCHED_PANELS<int4x32> = WIDTH == 32 ? 256 << 10 : 0;
+template <>
+constexpr int64_t PREFETCHED_PANELS<mxfp4x32> = PREFETCHED_PANELS<int4x32>;
 
 // One or two rows: P panels at once, each read once, so that no sum waits for the previous one.
 template <class W, int R, int P>
@@ -92,7 +96,7 @@ void few_rows(const Linear& a, const InputRows<W>& x, int64_t panel, int64_t end
   const char* w = static_cast<const char*>(a.w);
   const int64_t bytes = Panel<W>::bytes(a.ins);
   const int64_t lines =
-      P * bytes <= PREFETCHED_PANELS ? ceil_div(P * Panel<W>::bytes(GROUP), 64 * GROUP / STRIDE_STEPS) : 0;
+      P * bytes <= PREFETCHED_PANELS<W> ? ceil_div(P * Panel<W>::bytes(GROUP), 64 * GROUP / STRIDE_STEPS) : 0;
   for (; panel + P <= end; panel += P) {
     vf sums[R][P][2];
     zero(sums);
