@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+REPEATED_SHARE = 0.75  # of the blocks that only one prompt has: what repeats it has at least so many of them
+
 
 class Run:
     """Consecutive blocks of a chain without a branch.
@@ -54,6 +56,18 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     version: int
     walk: Walk | None = None
     reused: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether the chain repeats one known prompt, or most of it, since clients edit ends. Nothing of it is evicted.
+
+        Then it is a conversation's next turn, or the same prompt again. What several conversations have in common has
+        branches behind it.
+        """
+        if not self.walk or not self.walk[0] or self.matched < self.remembered:
+            return False
+        path, _, cut = self.walk
+        return not path[-1].children and (not cut or cut >= REPEATED_SHARE * len(path[-1].blocks))
 
 
 class KnownBlocks(msgspec.Struct, frozen=True, gc=False):

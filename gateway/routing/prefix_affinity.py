@@ -7,6 +7,7 @@ The cost is one number, without thresholds, and without a switch that turns affi
          + own / rate * (1 + delays + interrupted + overtaken)  to compute the rest, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
          + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
+         - stay                                    if this deployment has the conversation cached that it continues
          - PIN_SECONDS                             if the client's session name belongs to this deployment
 
 `queued` and `slowdown` are what this call waits; for one of a background class, such as a batch's, they count only
@@ -27,12 +28,12 @@ The cost is one number, without thresholds, and without a switch that turns affi
     lost        to compute again what computing the prompt evicts and other calls will need: nothing while the cache has
                 room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
+    stay        what a move must gain (`gateway/prefix/staying.py`), while the cache has room for what it computes
 
 Of many deployments, only those are compared that computed most of the prompt before (`gateway/prefix/holders.py`), and
 a few that would begin with it soonest. Differences below 0.1 ms decide nothing; then calls in flight and the order do.
-`lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little.
-So a prefix that all hold favours none, and one that most calls need is soon held by all. Any other prefix is copied to
-another deployment when waiting for it costs more than computing it there.
+`lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little. So
+a prefix that all hold favours none. Another one is copied when waiting for it costs more than computing it there.
 
 Minimal path 6 of 7. Next: ../providers/base.py.
 """
@@ -52,6 +53,7 @@ from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import speed_of
 from gateway.prefix.prefill_speed import PrefillSpeed
+from gateway.prefix.staying import stay_seconds
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 from gateway.routing.jump_hash import jump_hash
@@ -90,7 +92,7 @@ class PrefixAffinity:
         traffic = estimates[0].traffic
         pressure, mean_work = traffic.pressure(estimates, now)
         popular_tokens = traffic.popular_beginning(chain, len(deployments), cached)
-        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, pressure, mean_work, patience)
+        prompt = _Prompt(prompt_tokens, common_tokens, max(cached), popular_tokens, pressure, mean_work, patience)
         candidates = [
             _candidate(one, prediction, prompt, cached_tokens, speed_of(one.estimate, estimates), now, home)
             for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
@@ -120,6 +122,7 @@ class _Prompt(msgspec.Struct, frozen=True):
 
     tokens: int
     common: float  # cached at more than half of the deployments
+    most: float  # cached at one of the deployments
     popular: int  # that another deployment should have, too
     pressure: float
     mean_work: float  # of other prompts
@@ -129,10 +132,7 @@ class _Prompt(msgspec.Struct, frozen=True):
 def _shortlist(
     chain: Sequence[int], deployments: Sequence[DeploymentState], estimates: tuple[Estimate, ...], home: Estimate | None
 ) -> tuple[Sequence[DeploymentState], Sequence[DeploymentState]]:
-    """The deployments whose costs are compared, and the others, which come after them.
-
-    If there are many, those are compared that computed most of the prompt before, or would begin with it soonest.
-    """
+    """The deployments whose costs are compared, of many those that hold the prompt or begin soonest, and the others."""
     if len(deployments) <= COMPARED_MAX:
         return deployments, ()
     by_standing = sorted(deployments, key=_BY_STANDING)
@@ -153,7 +153,7 @@ def _only_candidate(
     estimate, prediction = deployment.estimate, deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_work = estimate.traffic.pressure((estimate,), now)
-    prompt = _Prompt(tokens, cached_tokens, 0, pressure, mean_work, patience)
+    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience)
     return _candidate(deployment, prediction, prompt, cached_tokens, estimate.speed.fitted(), now, home)
 
 
@@ -183,6 +183,8 @@ def _candidate(
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_work / rate
     ttft_seconds = queued_seconds + work / rate + speed.fitted_overhead_seconds
+    if common < cached_tokens == prompt.most and not (popular or lost_work):
+        cost_seconds -= stay_seconds(prediction, speed)
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
@@ -199,10 +201,7 @@ def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, in_flight
 
 
 def _session_home(session: str, deployments: Sequence[DeploymentState], estimates: tuple[Estimate, ...]) -> Estimate:
-    """The deployment of the session's last call. For a new session, one by a consistent hash.
-
-    The hash lets all gateways choose the same deployment for a session that none of them knows.
-    """
+    """The deployment of the session's last call. For a new session, one by a hash that all gateways compute alike."""
     known = deployments[0].working_set.home_of(session)
     if known is not None:
         return known

@@ -202,3 +202,23 @@ def test_blocks_of_calls_in_flight_are_newer_than_a_prompt_that_was_used_before(
     for clock in range(model.clock + 2):
         in_use = sum(blocks for used, blocks in model._in_use.items() if used < clock)
         assert model._reuse_distance(clock) == model._ages.newer_blocks(clock) + in_use
+
+
+def test_a_chain_repeats_a_prompt_if_no_other_one_continues_what_it_has_of_it() -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+
+    def repeats(*chain: int) -> bool:
+        return model.predict(chain).repeats_prompt
+
+    assert not repeats()
+    model.add(range(16))
+    assert repeats(*range(18))
+    assert repeats(*range(16))
+    assert repeats(*range(12), 100, 101), "clients edit ends"
+    assert not repeats(*range(11), 100, 101)
+    assert not repeats(100, 101)
+    model.add((*range(8), *range(50, 58)))
+    assert not repeats(*range(8), 100), "two have this in common"
+    assert repeats(*range(18))
+    model.resize(20 * BLOCK_TOKENS)
+    assert not repeats(*range(18)), "its end was evicted"

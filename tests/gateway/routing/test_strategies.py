@@ -16,11 +16,17 @@ from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import speed_of
 from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
+from gateway.prefix.staying import STAY_ERRORS, STAY_MAX_SECONDS
 from gateway.providers.offline import OfflineProvider
 from gateway.routing.base import ServingStrategy
 from gateway.routing.jump_hash import jump_hash
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import COMPARED_MAX, PIN_SECONDS, SHORTLIST, PrefixAffinity
+from gateway.routing.prefix_affinity import (
+    COMPARED_MAX,
+    PIN_SECONDS,
+    SHORTLIST,
+    PrefixAffinity,
+)
 from gateway.routing.round_robin import RoundRobin
 from gateway.simulator.site import default_policy
 from gateway.types import Call
@@ -60,6 +66,57 @@ def test_enough_queued_work_outweighs_a_cached_prefix() -> None:
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is b  # recomputing would cost more than waiting
     b.send(prompt_of(call.prompt_tokens_estimate), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
+
+
+def next_turn(call: Call) -> Call:
+    """A call with this one's prompt and two blocks more."""
+    chain = (*call.fingerprint, 1, 2)
+    return msgspec.structs.replace(call, fingerprint=chain, prompt_tokens_estimate=len(chain) * BLOCK_TOKENS)
+
+
+def test_a_conversation_moves_if_it_gains_more_than_predictions_err() -> None:
+    a, b = make_deployments()
+    call = a_call(LONG)
+    b.cache.add(call.fingerprint)
+    turn = next_turn(call)
+    b.send(prompt_of(2 * call.prompt_tokens_estimate), now=0.0)
+    costs = {one.deployment: one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)}
+    gain_seconds = costs[b] - costs[a]
+    assert 0 < gain_seconds < STAY_MAX_SECONDS
+    b.estimate.speed.error_seconds = 0.9 * gain_seconds / STAY_ERRORS
+    assert PrefixAffinity().order(turn, [a, b], now=0.0)[0].deployment is a
+    b.estimate.speed.error_seconds = 1.1 * gain_seconds / STAY_ERRORS
+    best, other = PrefixAffinity().order(turn, [a, b], now=0.0)
+    assert best.deployment is b
+    assert other.cost_seconds == costs[a], "only the conversation's own deployment is cheaper"
+    b.estimate.speed.error_seconds = 1_000.0
+    assert PrefixAffinity().order(turn, [a, b], now=0.0)[0].cost_seconds == pytest.approx(costs[b] - STAY_MAX_SECONDS)
+
+
+def test_what_conversations_have_in_common_keeps_none_at_a_deployment() -> None:
+    """Two others have the same beginning, so this is the next turn of neither."""
+    a, b = make_deployments()
+    call = a_call(LONG)
+    b.cache.add(call.fingerprint)
+    turn = next_turn(call)
+    for number in (3, 4):
+        b.cache.add((*call.fingerprint, number))
+    b.estimate.speed.error_seconds = 0.0
+    exact = [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)]
+    b.estimate.speed.error_seconds = 1.0
+    assert [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)] == exact
+
+
+def test_a_conversation_may_leave_a_cache_without_room() -> None:
+    a, b = make_deployments()
+    call = a_call(LONG)
+    turn = next_turn(call)
+    b.cache.add(call.fingerprint)
+    b.cache.resize((len(call.fingerprint) + 1) * BLOCK_TOKENS)
+    b.estimate.speed.error_seconds = 0.0
+    exact = [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)]
+    b.estimate.speed.error_seconds = 1.0
+    assert [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)] == exact
 
 
 def test_a_busy_deployment_computes_only_what_saves_much() -> None:
