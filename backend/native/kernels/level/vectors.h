@@ -184,36 +184,26 @@ inline void store(T* to, Pair pair, int64_t left) {
 }
 
 #if WIDTH == 64
-// Four partial sums of each of four vectors: 16 bytes of the result have one of each vector.
-inline __m512 partial_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+// The sums of the quarters of four vectors: a quarter of the result has one partial sum of each vector.
+inline __m512 quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   return _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
                        (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
 }
-inline __m128 folded(__m512 v) {
+inline __m128 over_quarters(__m512 v) {
   const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
   return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
-#elif WIDTH == 32
-// Two partial sums of each of four vectors: a half of the result has one of each vector.
-inline __m256 partial_sums(__m256 a, __m256 b, __m256 c, __m256 d) {
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-  return _mm256_add_ps((__m256)_mm256_unpacklo_pd((__m256d)ab, (__m256d)cd),
-                       (__m256)_mm256_unpackhi_pd((__m256d)ab, (__m256d)cd));
-}
-inline __m128 folded(__m256 v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
-#endif
-#if WIDTH == 64
-typedef __m512 mf;  // what intrinsics take
-#elif WIDTH == 32
-typedef __m256 mf;
 #endif
 
 inline float sum(vf v) {
-#if WIDTH >= 32
-  return _mm_cvtss_f32(folded(partial_sums((mf)v, (mf)v, (mf)v, (mf)v)));
+#if WIDTH == 64
+  return _mm_cvtss_f32(over_quarters(quarters((__m512)v, (__m512)v, (__m512)v, (__m512)v)));
+#elif WIDTH == 32
+  const __m128 halves = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pairs = _mm_add_ps(halves, _mm_movehl_ps(halves, halves));
+  return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
@@ -239,7 +229,17 @@ inline __attribute__((always_inline)) void sums_of(const vf (&v)[N], float* to) 
 #if WIDTH >= 32
   unroll<FOURS>([&](auto four) __attribute__((always_inline)) {
     constexpr int i = 4 * four;
-    _mm_storeu_ps(to + i, folded(partial_sums((mf)v[i], (mf)v[i + 1], (mf)v[i + 2], (mf)v[i + 3])));
+#if WIDTH == 64
+    _mm_storeu_ps(to + i, over_quarters(quarters((__m512)v[i], (__m512)v[i + 1], (__m512)v[i + 2], (__m512)v[i + 3])));
+#else
+    __m128 halves[4];
+    unroll<4>([&](auto j) __attribute__((always_inline)) {
+      halves[j] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i + j]), _mm256_extractf128_ps((__m256)v[i + j], 1));
+    });
+    const __m128 first = _mm_add_ps(_mm_movelh_ps(halves[0], halves[1]), _mm_movehl_ps(halves[1], halves[0]));
+    const __m128 second = _mm_add_ps(_mm_movelh_ps(halves[2], halves[3]), _mm_movehl_ps(halves[3], halves[2]));
+    _mm_storeu_ps(to + i, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
+#endif
   });
 #endif
   unroll<N - 4 * FOURS>([&](auto i) __attribute__((always_inline)) { to[4 * FOURS + i] = sum(v[4 * FOURS + i]); });
