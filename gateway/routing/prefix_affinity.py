@@ -1,6 +1,6 @@
 """The `prefix_affinity` strategy: sends a call to the deployment where it is predicted to cost the fewest seconds.
 
-The cost is one number, without thresholds, and without a switch that turns affinity off. All terms are predictions:
+The cost is one number, and no threshold of load turns affinity off. All terms are predictions:
 
     cost = queued                                  until the prompts that were sent before are computed
          + POPULAR_WEIGHT * popular / rate         to compute what many prompts begin with
@@ -91,8 +91,8 @@ class PrefixAffinity:
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
         traffic = estimates[0].traffic
         pressure, mean_work = traffic.pressure(estimates, now)
-        popular_tokens = traffic.popular_beginning(chain, len(deployments), cached)
-        prompt = _Prompt(prompt_tokens, common_tokens, max(cached), popular_tokens, pressure, mean_work, patience)
+        popular = traffic.popular_beginning(chain, len(deployments), cached)
+        prompt = _Prompt(prompt_tokens, common_tokens, max(cached), popular, pressure, mean_work, patience, compared)
         candidates = [
             _candidate(one, prediction, prompt, cached_tokens, speed_of(one.estimate, estimates), now, home)
             for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
@@ -127,6 +127,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     pressure: float
     mean_work: float  # of other prompts
     patience: float  # what a second of waiting counts
+    deployments: Sequence[DeploymentState]  # that are compared
 
 
 def _shortlist(
@@ -153,7 +154,7 @@ def _only_candidate(
     estimate, prediction = deployment.estimate, deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_work = estimate.traffic.pressure((estimate,), now)
-    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience)
+    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience, (deployment,))
     return _candidate(deployment, prediction, prompt, cached_tokens, estimate.speed.fitted(), now, home)
 
 
@@ -184,7 +185,7 @@ def _candidate(
     cost_seconds = prompt.patience * waiting_seconds + weighted_work / rate
     ttft_seconds = queued_seconds + work / rate + speed.fitted_overhead_seconds
     if common < cached_tokens == prompt.most and not (popular or lost_work):
-        cost_seconds -= stay_seconds(prediction, speed)
+        cost_seconds -= stay_seconds(prediction, map(_ESTIMATE, prompt.deployments))
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(

@@ -21,12 +21,7 @@ from gateway.providers.offline import OfflineProvider
 from gateway.routing.base import ServingStrategy
 from gateway.routing.jump_hash import jump_hash
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import (
-    COMPARED_MAX,
-    PIN_SECONDS,
-    SHORTLIST,
-    PrefixAffinity,
-)
+from gateway.routing.prefix_affinity import COMPARED_MAX, PIN_SECONDS, SHORTLIST, PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
 from gateway.simulator.site import default_policy
 from gateway.types import Call
@@ -74,6 +69,11 @@ def next_turn(call: Call) -> Call:
     return msgspec.structs.replace(call, fingerprint=chain, prompt_tokens_estimate=len(chain) * BLOCK_TOKENS)
 
 
+def set_errors(seconds: float, *deployments: DeploymentState) -> None:
+    for deployment in deployments:
+        deployment.estimate.speed.error_seconds = seconds
+
+
 def test_a_conversation_moves_if_it_gains_more_than_predictions_err() -> None:
     a, b = make_deployments()
     call = a_call(LONG)
@@ -83,14 +83,16 @@ def test_a_conversation_moves_if_it_gains_more_than_predictions_err() -> None:
     costs = {one.deployment: one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)}
     gain_seconds = costs[b] - costs[a]
     assert 0 < gain_seconds < STAY_MAX_SECONDS
-    b.estimate.speed.error_seconds = 0.9 * gain_seconds / STAY_ERRORS
+    set_errors(0.9 * gain_seconds / STAY_ERRORS, a, b)
     assert PrefixAffinity().order(turn, [a, b], now=0.0)[0].deployment is a
-    b.estimate.speed.error_seconds = 1.1 * gain_seconds / STAY_ERRORS
+    set_errors(1.1 * gain_seconds / STAY_ERRORS, a, b)
     best, other = PrefixAffinity().order(turn, [a, b], now=0.0)
     assert best.deployment is b
     assert other.cost_seconds == costs[a], "only the conversation's own deployment is cheaper"
-    b.estimate.speed.error_seconds = 1_000.0
+    set_errors(1_000.0, a, b)
     assert PrefixAffinity().order(turn, [a, b], now=0.0)[0].cost_seconds == pytest.approx(costs[b] - STAY_MAX_SECONDS)
+    set_errors(0.0, a)
+    assert PrefixAffinity().order(turn, [a, b], now=0.0)[0].deployment is a, "only its own predictions err: it is ill"
 
 
 def test_what_conversations_have_in_common_keeps_none_at_a_deployment() -> None:
@@ -101,9 +103,8 @@ def test_what_conversations_have_in_common_keeps_none_at_a_deployment() -> None:
     turn = next_turn(call)
     for number in (3, 4):
         b.cache.add((*call.fingerprint, number))
-    b.estimate.speed.error_seconds = 0.0
     exact = [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)]
-    b.estimate.speed.error_seconds = 1.0
+    set_errors(1.0, a, b)
     assert [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)] == exact
 
 
@@ -113,9 +114,8 @@ def test_a_conversation_may_leave_a_cache_without_room() -> None:
     turn = next_turn(call)
     b.cache.add(call.fingerprint)
     b.cache.resize((len(call.fingerprint) + 1) * BLOCK_TOKENS)
-    b.estimate.speed.error_seconds = 0.0
     exact = [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)]
-    b.estimate.speed.error_seconds = 1.0
+    set_errors(1.0, a, b)
     assert [one.cost_seconds for one in PrefixAffinity().order(turn, [a, b], now=0.0)] == exact
 
 
