@@ -11,7 +11,9 @@ simulated engine predicts the times to the first chunk and to the end of the ans
 scenes test, too, and are not fitted to. The quickest round of each scene counts, since other work disturbs the others.
 
 What a call costs besides the engine's steps depends on the router. So conversations of `benchmarks/warm_paths` are sent
-through each router to three engines, one call after the other, and the constants of calls are fitted to them.
+through each router to the same three engines, one call after the other, and the constants of calls are fitted to them.
+The routers take turns with each call, since the machine is not equally fast at all times. Engines that do not report
+cached tokens cost the gateway the same, so it has no constants of its own for them.
 """
 
 from __future__ import annotations
@@ -77,6 +79,14 @@ class Scene:
     is_test: bool = False
 
 
+@dataclass(frozen=True)
+class RunningRouter:
+    """A router before the engines, with the processes that its calls concern: its own and those of the engines."""
+
+    url: str
+    processes: set[int]
+
+
 @dataclass
 class Measured:
     """What the client saw of one request, in seconds from its scene's beginning."""
@@ -139,15 +149,23 @@ def _asked(text: int, words: int, output_tokens: int, at: float = 0.0) -> Asked:
     return Asked([{"role": "user", "content": content}], output_tokens, at)
 
 
-def conversation_scenes() -> list[Scene]:
-    """Conversations of the live comparison, one call after the other."""
+def conversation_scenes(beginning: str) -> list[Scene]:
+    """Conversations of the live comparison, one call after the other. What they begin with keeps them apart."""
     lengths = itertools.cycle(ANSWERS)
     return [
-        Scene(kind, (Asked(messages, next(lengths)),))
+        Scene(kind, (Asked(_beginning_with(beginning, messages), next(lengths)),))
         for kind in ROUTED_KINDS
         for turns in traffic(kind, ROUTED_CONVERSATIONS, 1)
         for messages in turns.requests
     ]
+
+
+def _beginning_with(text: str, messages: Messages) -> Messages:
+    first, *others = messages
+    return [first | {"content": f"{text}: {first['content']}"}, *others]
+
+
+WARM_UP = Scene("warm-up", (_asked(10**6, 800, 8),))
 
 
 async def measure_all(urls: Sequence[str], wanted: Iterable[Scene], engines: int) -> list[Observed]:
@@ -155,21 +173,45 @@ async def measure_all(urls: Sequence[str], wanted: Iterable[Scene], engines: int
 
     The times are those that a client of the first URL sees, the processor times the mean of the URLs.
     """
-    found: list[Observed] = []
     processes = descendants()
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=REQUEST_SECONDS_MAX))
             for url in urls
         ]
-        for scene in [Scene("warm-up", (_asked(10**6, 800, 8),)), *wanted]:
-            stopwatch, began = Stopwatch(processes), time.monotonic()
-            sent = [_send(client, asked, began) for client in clients for asked in scene.requests]
-            requests = (await asyncio.gather(*sent))[: len(scene.requests)]
-            threads = {thread: seconds / len(urls) for thread, seconds in stopwatch.seconds().items()}
-            found.append(Observed(scene, requests, threads))
+        found = [await _observe(scene, clients, processes) for scene in [WARM_UP, *wanted]]
     _divide_processor_time(found, engines)
     return found[1:]
+
+
+async def measure_in_turn(routers: Mapping[str, RunningRouter], rounds: int) -> dict[str, list[list[Observed]]]:
+    """By router, the rounds of all conversations. Each call is sent through each router, one after the other."""
+    found: dict[str, list[list[Observed]]] = {name: [] for name in routers}
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            name: await stack.enter_async_context(httpx2.AsyncClient(base_url=one.url, timeout=REQUEST_SECONDS_MAX))
+            for name, one in routers.items()
+        }
+        for number in range(rounds):
+            wanted = {name: [WARM_UP, *conversation_scenes(f"{name} {number}")] for name in routers}
+            for name in routers:
+                found[name].append([])
+            for same in zip(*wanted.values(), strict=True):
+                for name, scene in zip(wanted, same, strict=True):
+                    found[name][-1].append(await _observe(scene, [clients[name]], routers[name].processes))
+    for runs in found.values():
+        for run in runs:
+            _divide_processor_time(run, peers.ENGINES)
+            del run[0]
+    return found
+
+
+async def _observe(scene: Scene, clients: Sequence[httpx2.AsyncClient], processes: Iterable[int]) -> Observed:
+    stopwatch, began = Stopwatch(processes), time.monotonic()
+    sent = [_send(client, asked, began) for client in clients for asked in scene.requests]
+    requests = (await asyncio.gather(*sent))[: len(scene.requests)]
+    threads = {thread: seconds / len(clients) for thread, seconds in stopwatch.seconds().items()}
+    return Observed(scene, requests, threads)
 
 
 def _divide_processor_time(found: Sequence[Observed], engines: int) -> None:
@@ -316,23 +358,27 @@ def errors(observed: Sequence[Observed], timing: EngineSpeed) -> dict[str, dict[
     }
 
 
-def calls_of_routers(folder: Path, model: Path, programs: dict[str, Path]) -> dict[str, dict[str, float]]:
+def calls_of_routers(folder: Path, model: Path, programs: dict[str, Path], rounds: int) -> dict[str, dict[str, float]]:
     """The constants of calls, for each router before the engines of the live comparison."""
-    found: dict[str, dict[str, float]] = {}
-    for name in [*peers.OURS, *programs]:
-        place = folder / name.replace("/", "-")
-        with contextlib.ExitStack() as stack:
-            deployments = [
-                stack.enter_context(
-                    engine(place / f"e{number}", model, NUM_BLOCKS, prompt_tokens_details=name != peers.OURS[2])
-                )
-                for number in range(peers.ENGINES)
-            ]
-            url = stack.enter_context(peers.router(name, place / "router", deployments, programs))
-            observed = asyncio.run(measure_all([url], conversation_scenes(), peers.ENGINES))
-        found[name] = fit_calls(observed)
-        print(f"{name:26}", json.dumps(found[name]), flush=True)
-    return found
+    with contextlib.ExitStack() as stack:
+        deployments = [
+            stack.enter_context(engine(folder / f"e{number}", model, NUM_BLOCKS)) for number in range(peers.ENGINES)
+        ]
+        engines, routers = descendants(), dict[str, RunningRouter]()
+        for name in [*peers.OURS[:2], *programs]:
+            others = descendants()
+            place = folder / name.replace("/", "-")
+            url = stack.enter_context(peers.router(name, place, deployments, programs))
+            routers[name] = RunningRouter(url, descendants() - others | engines)
+        found = asyncio.run(measure_in_turn(routers, rounds))
+    calls = {name: fit_calls(list(_least(runs, _processor_seconds))) for name, runs in found.items()}
+    for name, constants in calls.items():
+        print(f"{name:26}", json.dumps(constants))
+    return calls
+
+
+def _processor_seconds(one: Observed) -> float:
+    return one.step_seconds + one.other_seconds
 
 
 def _least(rounds: Sequence[Sequence[Observed]], figure: Callable[[Observed], float]) -> Iterator[Observed]:
@@ -363,13 +409,13 @@ def main() -> None:
                         deployment = stack.enter_context(engine(place, model, NUM_BLOCKS))
                         urls.append(deployment["base_url"].removesuffix("/v1"))
                     runs.append(asyncio.run(measure_all(urls, scenes(1000 * engines), engines)))
-        least = _least(together, lambda one: one.step_seconds + one.other_seconds)
+        least = _least(together, _processor_seconds)
         timing = fit([one for one in least if not one.scene.is_test])
         found = errors(list(_least(alone, lambda one: one.seconds)), timing)
         print(json.dumps(dataclasses.asdict(timing)))
         for kind, row in found.items():
             print(f"{kind:26}", json.dumps(row))
-        routers = calls_of_routers(folder, model, programs)
+        routers = calls_of_routers(folder, model, programs, args.rounds)
     if args.write:
         now = datetime.datetime.now(datetime.UTC)
         result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "timing": dataclasses.asdict(timing)}
