@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -62,7 +61,6 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # Repositories can contain a second copy of the weights, in the layout of the publisher's own program. The folders of
 # sentence-transformers' modules, such as 1_Pooling, have settings.
 HUB_IGNORED = ["[!0-9]*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
-TOKENIZER_THREADS = 2
 DEFAULT_MAX_LORAS = 4
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 
@@ -144,7 +142,6 @@ def load(args: argparse.Namespace) -> ServerComponents:
         max_waiting=config.max_waiting,
         metrics=metrics,
         tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
-        executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
         kv_events=kv_events,
         prompt_tokens_details=args.prompt_tokens_details,
         adapters=_load_adapters(args, loaded, model.name),

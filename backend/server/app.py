@@ -82,7 +82,7 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
                 transfer.loader.close()
             if components.images is not None:
                 components.images.close()
-            components.executor.shutdown(wait=False, cancel_futures=True)
+            components.preparing.close()
             components.grammar_queue.close()
             components.model.grammars.close()
             await asyncio.to_thread(components.tracer.shutdown)

@@ -65,7 +65,9 @@ class ChatCompletionsEndpoint(Endpoint):
         """
         model = self._components.model
         images = await self._components.load_images(request.messages, request.cache_salt)
-        prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request, images))
+        prompt = await self._components.prepare(
+            request.cache_salt, size_bytes, lambda: chat_prompt(model, request, images)
+        )
         grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):
             grammar = await self._components.grammar_queue.run(

@@ -67,7 +67,9 @@ class CompletionsEndpoint(Endpoint):
         special = request.add_special_tokens is not False
         truncate = prompt_truncator(model, request, model.max_model_len - (request.max_tokens or 1), "left")
         encoded = await self._components.prepare(
-            size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, truncate=truncate)
+            request.cache_salt,
+            size_bytes,
+            lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, truncate=truncate),
         )
         grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,13 +13,21 @@ from backend.engine.image_encoder import EncoderImage
 from backend.engine.request import Request
 from backend.layers.lora import LoraAdapter
 from backend.server.adapters import ServedAdapters
-from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
-from backend.server.grammar_queue import GrammarQueue
+from backend.server.errors import (
+    ApiError,
+    ContextLengthError,
+    EngineDead,
+    GrammarsBusy,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+)
 from backend.server.kv_events import KVEventPublisher
 from backend.server.kv_transfer import KvTransfer
 from backend.server.messages import Message, image_parts
 from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel
+from backend.server.tenant_queue import QueueBounds, TenantQueue
 from backend.server.tracing import Tracer
 from backend.server.usage_records import UsageRecords
 
@@ -31,9 +37,20 @@ if TYPE_CHECKING:
 # Bodies up to this size are rendered and tokenised on the event loop, which takes about half a millisecond at most.
 # Larger ones are processed in a thread, so that streams of other requests do not stall.
 MAX_INLINE_BYTES = 4096
+PREPARING = QueueBounds(running=2, running_per_tenant=2, waiting=4096, waiting_per_tenant=2048)
+GRAMMARS = QueueBounds(running=4, running_per_tenant=2, waiting=256, waiting_per_tenant=64)
 MAX_RETRY_AFTER_SECONDS = 120  # clients fail a request instead of waiting longer for a retry
 
 T = TypeVar("T")
+
+
+def _preparing_queue() -> TenantQueue:
+    return TenantQueue(PREPARING, "tokenize", "requests wait to be tokenised")
+
+
+def _grammar_queue() -> TenantQueue:
+    # Compiling happens in processes (backend/engine/grammar_process.py), and these threads only wait for them.
+    return TenantQueue(GRAMMARS, "grammar", "requests wait for their grammars to be compiled", GrammarsBusy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +63,9 @@ class ServerComponents:
     max_waiting: int
     metrics: ServerMetrics
     tracer: Tracer
-    executor: ThreadPoolExecutor
     usage_records: UsageRecords = field(default_factory=UsageRecords)
-    grammar_queue: GrammarQueue = field(default_factory=GrammarQueue)
+    preparing: TenantQueue = field(default_factory=_preparing_queue)
+    grammar_queue: TenantQueue = field(default_factory=_grammar_queue)
     kv_events: KVEventPublisher | None = None
     prompt_tokens_details: bool = True  # report cached tokens in `usage`
     adapters: ServedAdapters | None = None
@@ -83,13 +100,9 @@ class ServerComponents:
             raise InvalidRequest("This model does not read images.", param=path)
         return []
 
-    async def prepare(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Runs `work`, which renders and tokenises a prompt. Runs it in a thread if the body is large."""
-        return work() if size_bytes <= MAX_INLINE_BYTES else await self.in_thread(work)
-
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a tokenizer thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+    async def prepare(self, cache_salt: str | None, size_bytes: int, work: Callable[[], T]) -> T:
+        """Runs `work`, which renders and tokenises a prompt. If the body is large, in a thread in the tenant's turn."""
+        return work() if size_bytes <= MAX_INLINE_BYTES else await self.preparing.run(cache_salt or "", work)
 
     def submit(self, request: Request) -> OutputStream:
         """Submits a request to the engine and returns its outputs. Raises ApiError if the engine rejects it."""

@@ -38,7 +38,9 @@ class EmbeddingsEndpoint(Endpoint):
         truncate = prompt_truncator(model, request, model.max_model_len, "right")
         special = request.add_special_tokens is not False
         prompts = await self._components.prepare(
-            len(body), lambda: encode_prompts(model, inputs, "input", add_special_tokens=special, truncate=truncate)
+            request.cache_salt,
+            len(body),
+            lambda: encode_prompts(model, inputs, "input", add_special_tokens=special, truncate=truncate),
         )
         longest = max(len(prompt) for prompt in prompts)
         if longest > model.max_model_len:

@@ -9,7 +9,9 @@ ApiError
 │   ├── MethodNotAllowed    405
 │   ├── BodyTooSlow         408
 │   └── BodyTooLarge        413
-├── GrammarsBusy            429  the tenant's other grammars leave no room for this one
+├── TenantBusy              429  the tenant's other requests leave no room for this one
+│   ├── GrammarsBusy        429  its other grammars do
+│   └── ImagesBusy          429  its other images do
 ├── DeadlineExceeded        504  the client's `x-request-deadline-ms` has passed
 ├── EngineFailure           500  the engine failed this request or stopped while processing it
 └── Unavailable             503  the request was not processed; a retry may succeed
@@ -108,16 +110,28 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
-class GrammarsBusy(ApiError):
-    """Status 429: the tenant's other grammars leave no room for this one. Other tenants are not affected."""
+class TenantBusy(ApiError):
+    """Status 429: the tenant's other requests leave no room for this one. Other tenants are not affected."""
 
     status = 429
     type = "rate_limit_error"
-    code = "grammars_busy"
+    code = "tenant_busy"
 
     @property
     def headers(self) -> Mapping[str, str]:
         return {"retry-after": "0"}  # a gateway need not spare this server: its other tenants are served
+
+
+class GrammarsBusy(TenantBusy):
+    """Status 429: the tenant's other grammars leave no room for this one."""
+
+    code = "grammars_busy"
+
+
+class ImagesBusy(TenantBusy):
+    """Status 429: the tenant's other images leave no room for these."""
+
+    code = "images_busy"
 
 
 class DeadlineExceeded(ApiError):

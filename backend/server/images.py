@@ -1,31 +1,27 @@
 """Loads the images of a chat: takes them out of `data:` URLs or downloads them, and decodes them for the engine.
 
-Threads of their own do this, so that neither streams nor prompts of other requests wait for it. Every error is a 400
-that names the part of the message.
+Threads of their own do this, so that neither streams nor prompts of other requests wait for it. Tenants take turns
+(`tenant_queue.py`). Every error of an image is a 400 that names the part of the message.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
-from typing import TypeVar
 
 from backend.engine.image_encoder import EncoderImage, ImageEncoder
 from backend.images.decoding import ImageError, data_of_url, decode
 from backend.images.fetching import ImageFetcher
 from backend.models.qwen_vision import image_size
-from backend.server.errors import InvalidRequest, Overloaded
+from backend.server.errors import ImagesBusy, InvalidRequest
 from backend.server.messages import ImagePart, Message, image_parts
+from backend.server.tenant_queue import QueueBounds, TenantQueue
 
-DECODING_THREADS = 2
-FETCHING_THREADS = 8
+DECODING = QueueBounds(running=2, running_per_tenant=2, waiting=512, waiting_per_tenant=256)
+FETCHING = QueueBounds(running=8, running_per_tenant=4, waiting=512, waiting_per_tenant=256)
 FETCH_SECONDS = 5.0  # for the download of an image
-MAX_LOADING = 512  # images of all requests that are being loaded; a request with more of them gets 503
-
-T = TypeVar("T")
 
 
 class ImageLoader:
@@ -37,16 +33,15 @@ class ImageLoader:
         self._encoder = encoder
         self._max_images = max_images
         self._fetcher = fetcher
-        self._num_loading = 0
-        self._decoding = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="decode image")
-        self._fetching = ThreadPoolExecutor(FETCHING_THREADS, thread_name_prefix="fetch image")
+        self._decoding = TenantQueue(DECODING, "decode image", "images wait to be decoded", ImagesBusy)
+        self._fetching = TenantQueue(FETCHING, "fetch image", "images wait to be downloaded", ImagesBusy)
 
     def close(self) -> None:
-        for threads in (self._decoding, self._fetching):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._decoding.close()
+        self._fetching.close()
 
     async def load(self, messages: Sequence[Message], cache_salt: str) -> list[EncoderImage]:
-        """Returns the images of a chat in their order. Raises InvalidRequest or Overloaded."""
+        """Returns the images of a chat in their order. Raises InvalidRequest or ImagesBusy."""
         parts = list(image_parts(messages))
         if not parts:
             return []
@@ -55,23 +50,20 @@ class ImageLoader:
                 f"A request can have at most {self._max_images} images, not {len(parts)}.",
                 param=parts[self._max_images][0],
             )
-        if self._num_loading + len(parts) > MAX_LOADING:
-            raise Overloaded("Too many images are being loaded.", retry_after_seconds=1)
-        self._num_loading += len(parts)
         tasks = [asyncio.ensure_future(self._load(path, part, cache_salt)) for path, part in parts]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            self._num_loading -= len(parts)
 
     async def _load(self, path: str, part: ImagePart, cache_salt: str) -> EncoderImage:
         try:
             if part.url[:5].lower() == "data:":
-                return await _in_thread(self._decoding, lambda: self._image(data_of_url(part.url), cache_salt))
-            data = await self._fetch(part.url)
-            return await _in_thread(self._decoding, lambda: self._image(data, cache_salt))
+                return await self._decoding.run(cache_salt, lambda: self._image(data_of_url(part.url), cache_salt))
+            async with self._fetching.turn(cache_salt):  # until it is decoded, so that few downloads are in memory
+                data = await self._fetch(part.url)
+                return await self._decoding.run(cache_salt, lambda: self._image(data, cache_salt))
         except ImageError as error:
             raise InvalidRequest(f"`{path}` {error}.", param=path) from None
 
@@ -83,7 +75,7 @@ class ImageLoader:
             )
         try:
             async with asyncio.timeout(self._fetcher.max_seconds):
-                return await _in_thread(self._fetching, partial(self._fetcher.fetch, url))
+                return await self._fetching.in_thread(partial(self._fetcher.fetch, url))
         except TimeoutError:
             raise ImageError(f"cannot be downloaded within {self._fetcher.max_seconds:g} s") from None
 
@@ -95,7 +87,3 @@ class ImageLoader:
 def create_loader(encoder: ImageEncoder, max_images: int, allowed_hosts: Sequence[str]) -> ImageLoader:
     """Creates the loader for a model. Without `allowed_hosts`, no image is downloaded."""
     return ImageLoader(encoder, max_images, ImageFetcher(allowed_hosts, FETCH_SECONDS) if allowed_hosts else None)
-
-
-async def _in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(threads, work)

@@ -36,7 +36,7 @@ class KvBlocksEndpoint(Endpoint):
 
     def __init__(self, components: ServerComponents, transfer: KvTransfer, closing: asyncio.Future[None]) -> None:
         self._engine = components.engine
-        self._threads = components.executor
+        self._threads = components.preparing.threads
         self._blocks = transfer.blocks
         self._layout = transfer.layout
         self._metrics = transfer.metrics

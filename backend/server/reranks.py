@@ -70,6 +70,7 @@ class _Scorer:
         if model.pooling.classifier is None:
             return await self._cosines(size_bytes, queries, documents, pairs, param)
         prompts = await components.prepare(
+            fields.cache_salt,
             size_bytes,
             lambda: [model.pairs.encode(queries[q], documents[d], fields, f"{param}[{d}]") for q, d in pairs],
         )
@@ -85,6 +86,7 @@ class _Scorer:
     ) -> tuple[list[float], TokenUsage]:
         model, fields = self._model, self._fields
         prompts = await self._components.prepare(
+            fields.cache_salt,
             size_bytes,
             lambda: [
                 *(_text_ids(model, text, fields.truncate_prompt_tokens, None, "query") for text in queries),

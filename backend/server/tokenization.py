@@ -28,7 +28,7 @@ class TokenizeEndpoint(Endpoint):
         check_tools(request.tools)
         self._components.check_model(request.model)
         images = await self._components.load_images(request.messages or (), None)
-        tokens = await self._components.prepare(len(body), lambda: self._tokens(request, images))
+        tokens = await self._components.prepare(None, len(body), lambda: self._tokens(request, images))
         codec = self._components.model.codec
         payload = {
             "count": len(tokens),
@@ -70,6 +70,6 @@ class DetokenizeEndpoint(Endpoint):
         self._components.check_model(request.model)
         model.check_token_ids(request.tokens, "tokens")
         text = await self._components.prepare(
-            len(body), lambda: model.codec.decode(request.tokens, skip_special_tokens=False)
+            None, len(body), lambda: model.codec.decode(request.tokens, skip_special_tokens=False)
         )
         await exchange.respond(responses.encode({"prompt": text}))

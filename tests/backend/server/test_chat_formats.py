@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -101,14 +100,13 @@ async def serve(
     )
     scripted = ScriptedEngine(model)
     engine = cast(AsyncEngine, scripted)
-    with ThreadPoolExecutor(1) as executor:
-        components = ServerComponents(model, engine, 64, 64, ServerMetrics(engine, "m", 16), Tracer(None), executor)
-        transport = httpx2.ASGITransport(create_app(components, asyncio.get_running_loop().create_future()))
-        async with (
-            httpx2.AsyncClient(transport=transport) as http,
-            openai.AsyncOpenAI(base_url="http://engine/v1", api_key="none", http_client=http, max_retries=0) as client,
-        ):
-            yield scripted, client
+    components = ServerComponents(model, engine, 64, 64, ServerMetrics(engine, "m", 16), Tracer(None))
+    transport = httpx2.ASGITransport(create_app(components, asyncio.get_running_loop().create_future()))
+    async with (
+        httpx2.AsyncClient(transport=transport) as http,
+        openai.AsyncOpenAI(base_url="http://engine/v1", api_key="none", http_client=http, max_retries=0) as client,
+    ):
+        yield scripted, client
 
 
 async def both(client: openai.AsyncOpenAI, **options: Any) -> tuple[Any, Any]:

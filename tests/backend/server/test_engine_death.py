@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,22 +51,20 @@ async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
     monkeypatch.setattr(engine, "step", dying_step)
     async_engine = AsyncEngine(engine)
-    with ThreadPoolExecutor(1) as executor:
-        components = ServerComponents(
-            model=load_model(checkpoint, "m", "m", 512),
-            engine=async_engine,
-            max_num_seqs=64,
-            max_waiting=8,
-            metrics=ServerMetrics(async_engine, "m", 16),
-            tracer=Tracer(None),
-            executor=executor,
-        )
-        app = create_app(components, asyncio.get_running_loop().create_future())
-        await async_engine.start()
-        transport = httpx2.ASGITransport(app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
-            yield FailingEngine(app, client)
-        await async_engine.stop()
+    components = ServerComponents(
+        model=load_model(checkpoint, "m", "m", 512),
+        engine=async_engine,
+        max_num_seqs=64,
+        max_waiting=8,
+        metrics=ServerMetrics(async_engine, "m", 16),
+        tracer=Tracer(None),
+    )
+    app = create_app(components, asyncio.get_running_loop().create_future())
+    await async_engine.start()
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
+        yield FailingEngine(app, client)
+    await async_engine.stop()
 
 
 async def test_a_stream_ends_with_an_error_and_without_done(doomed: FailingEngine) -> None:

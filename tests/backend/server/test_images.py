@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from backend.engine.image_encoder import ImageEncoder
 from backend.server.asgi import MAX_BODY_BYTES
+from backend.server.messages import ImagePart, UserMessage
 from tests.backend.images.hostile_files import HOSTILE, chunk, encoded, exif_of, png_with
 from tests.backend.server.conftest import RunningServer, StartServer
 from tests.backend.server.vision_checkpoint import VisionCheckpoint, build_vision_checkpoint
@@ -23,6 +28,8 @@ from tests.backend.vision_models import PIXELS, logits_of, picture
 
 pytest.importorskip("PIL", reason="the package pillow is not installed")
 from PIL import Image
+
+from backend.server import images  # imports Pillow
 
 GREEDY = {"temperature": 0, "max_tokens": 16, "return_token_ids": True}
 
@@ -288,3 +295,28 @@ def test_bounds_of_pixels_and_hosts_are_options(start_server: StartServer, visio
             refused = post(running, [user(image_part(url))])
             assert refused.status_code == 400
             assert message in refused.json()["error"]["message"]
+
+
+async def test_tenants_take_turns_when_images_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    release = threading.Event()
+
+    def decode(data: bytes, _size: object) -> bytes:
+        begun.append(data.decode())
+        release.wait()
+        return data
+
+    monkeypatch.setattr(images, "decode", decode)
+    loader = images.ImageLoader(cast(ImageEncoder, SimpleNamespace(config=None, image=lambda *_: None)), 16)
+    many, one = (
+        [UserMessage([ImagePart(url_of(data))] * count)] for data, count in ((b"hostile", 10), (b"innocent", 1))
+    )
+    hostile = asyncio.create_task(loader.load(many, "hostile"))
+    while len(begun) < images.DECODING.running:
+        await asyncio.sleep(0)
+    innocent = asyncio.create_task(loader.load(one, "innocent"))
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(hostile, innocent)
+    assert begun.index("innocent") <= images.DECODING.running + 1, "waits for what has begun and one piece more"
+    loader.close()
