@@ -1,6 +1,6 @@
 """How busy one deployment is with prompts: how much of the time it computes some, and how many others wait meanwhile.
 
-Both are averages over the last `MEAN_SECONDS`, and older times count less.
+All of this is of the last `MEAN_SECONDS`, and older times count less.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ class BusyTime:
     def __init__(self) -> None:
         self.share = 0.0  # of the time in which prompts were computed, 0 to 1
         self.mean_waiting = 0.0  # prompts that waited until others were computed
+        self.most_calls = 0.0  # that were there at once
         self.noted_at = 0.0
 
-    def note(self, now: float, prompts: float) -> None:
-        """Add the time since the last call, in which so many prompts (perhaps a fraction) were computed or waited."""
+    def note(self, now: float, prompts: float, calls: int) -> None:
+        """Add the time since the last note.
+
+        `prompts`: that were computed or waited since then, perhaps a fraction of one. `calls`: that were in flight.
+        """
         kept = math.exp((self.noted_at - now) / MEAN_SECONDS)
         self.noted_at = now
         self.share *= kept
         self.mean_waiting *= kept
+        self.most_calls *= kept
+        if calls > self.most_calls:
+            self.most_calls = calls
         if prompts:
             self.share += 1 - kept
             if prompts > 1:

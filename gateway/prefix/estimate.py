@@ -86,6 +86,7 @@ class Estimate:
         # About how long any prompt would wait here, and be slowed down: a quick look, to compare many deployments by.
         self.standing_seconds = 0.0
         self.pressure = 0.0  # of this deployment alone, as `FleetTraffic.pressure` computed it last
+        self.most_calls = 0.0  # that were there at once lately, likewise
         self.last_sent_at = -math.inf
         self.mean_work = float(BLOCK_TOKENS)  # of a prompt
         self.mean_prompt_tokens = float(BLOCK_TOKENS)
@@ -108,7 +109,7 @@ class Estimate:
         prompts: float = len(self.queue.prompts)
         if self.peers.queued_tokens:  # the number of their prompts is not known
             prompts += max(1.0, self.peers.queued_tokens / max(self.mean_work, BLOCK_TOKENS))
-        self._busy_time.note(now, prompts)
+        self._busy_time.note(now, prompts, self.in_flight + self.peers.in_flight)
 
     def pace(self, now: float) -> float:
         """How often calls arrive now, compared with their mean: below 1 after a pause that is long for this deployment.

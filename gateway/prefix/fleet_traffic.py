@@ -54,6 +54,11 @@ class FleetTraffic:
             return 0
         return tokens
 
+    @property
+    def queued_calls(self) -> int:
+        """Calls in the gateway's queue, of all models."""
+        return sum(self.queued.values())
+
     def pressure(self, estimates: tuple[Estimate, ...], now: float) -> tuple[float, float]:
         """By how many seconds a second of computation delays other calls, and the mean work for a prompt.
 
@@ -65,10 +70,11 @@ class FleetTraffic:
         at, pressure, work = self._pressures.get(estimates, (-math.inf, 0.0, 0.0))
         if not 0 <= now - at < PRESSURE_VALID_SECONDS:
             count = len(estimates)
-            busy, waiting = 0.0, float(sum(self.queued.values()))
+            busy, waiting = 0.0, float(self.queued_calls)
             for estimate in estimates:
                 busy_time = estimate.busy_time(now)
                 estimate.pressure = _pressure(busy_time.share) * estimate.pace(now)
+                estimate.most_calls = busy_time.most_calls
                 busy += busy_time.share
                 waiting += busy_time.mean_waiting
             pressure = min(_pressure(busy / count), waiting / busy) if busy else 0.0

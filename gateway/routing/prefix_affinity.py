@@ -21,8 +21,10 @@ The cost is one number, and no threshold of load turns affinity off. All terms a
     pressure    how many seconds a second of computation delays later calls: utilisation / (1 - utilisation) of all
                 deployments, but at most as many calls as wait while one computes (`FleetTraffic.pressure`)
     delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean of a prompt): the
-                longer it stays busy, the more calls arrive meanwhile, and wait. An idle one delays no other call, so
-                conversations that evict each other part. The fleet counts, too: in the long run all are equally busy
+                longer it stays busy, the more calls arrive meanwhile, and wait. But a conversation waits with one call
+                at a time, so they are at most `DELAYED_MAX` times the most that were there at once lately, and those
+                that are queued. An idle one delays no other call, so conversations that evict each other part. The
+                fleet counts, too: in the long run all are equally busy
     interrupted SLOWDOWN_WEIGHT * in_flight: prompts are computed between the tokens of answers, which end later by that
     overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt
     lost        to compute again what computing the prompt evicts and other calls will need: nothing while the cache has
@@ -30,10 +32,10 @@ The cost is one number, and no threshold of load turns affinity off. All terms a
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
     stay        what a move must gain (`gateway/prefix/staying.py`), while the cache has room for what it computes
 
-Of many deployments, only those are compared that computed most of the prompt before (`gateway/prefix/holders.py`), and
-a few that would begin with it soonest. Differences below 0.1 ms decide nothing; then calls in flight and the order do.
-`lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little. So
-a prefix that all hold favours none. Another one is copied when waiting for it costs more than computing it there.
+Of many deployments, only a few are compared (`shortlist.py`). Differences below 0.1 ms decide nothing; then calls in
+flight and the order do. `lost` does not count tokens that more than half of the deployments have cached: one more copy
+of them costs little. So a prefix that all hold favours none. Another one is copied when waiting for it costs more than
+computing it there.
 
 Minimal path 6 of 7. Next: ../providers/base.py.
 """
@@ -57,16 +59,15 @@ from gateway.prefix.staying import stay_seconds
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 from gateway.routing.jump_hash import jump_hash
+from gateway.routing.shortlist import shortlist
 
 POPULAR_WEIGHT = 0.5  # of a second to compute a popular beginning; of the rest of a prompt, at least 1
+DELAYED_MAX = 6  # calls that a prompt delays, for each that was at the deployment at once lately
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call of a background class; for others, 1
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
 _ESTIMATE, _NAME = attrgetter("estimate"), attrgetter("name")
-_BY_STANDING = attrgetter("estimate.standing_seconds")
-COMPARED_MAX = 12  # deployments that are all compared
-SHORTLIST = 4  # of more deployments, these are compared, and those that hold the prefix
 
 
 class PrefixAffinity:
@@ -81,7 +82,7 @@ class PrefixAffinity:
         patience = BATCH_PATIENCE if call.may_be_held else 1.0
         if len(deployments) == 1:
             return [_only_candidate(deployments[0], chain, prompt_tokens, patience, now, home)]
-        compared, others = _shortlist(chain, deployments, estimates, home)
+        compared, others = shortlist(chain, deployments, estimates, home)
         predictions = [deployment.predict_cache(chain, now) for deployment in compared]
         cached = [
             deployment.expected_cached_tokens(prediction)
@@ -92,7 +93,10 @@ class PrefixAffinity:
         traffic = estimates[0].traffic
         pressure, mean_work = traffic.pressure(estimates, now)
         popular = traffic.popular_beginning(chain, len(deployments), cached)
-        prompt = _Prompt(prompt_tokens, common_tokens, max(cached), popular, pressure, mean_work, patience, compared)
+        prompt = _Prompt(
+            prompt_tokens, common_tokens, max(cached), popular, pressure, mean_work, patience,
+            traffic.queued_calls, compared,
+        )  # fmt: skip
         candidates = [
             _candidate(one, prediction, prompt, cached_tokens, speed_of(one.estimate, estimates), now, home)
             for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
@@ -127,24 +131,8 @@ class _Prompt(msgspec.Struct, frozen=True):
     pressure: float
     mean_work: float  # of other prompts
     patience: float  # what a second of waiting counts
+    queued_calls: int  # in the gateway's own queue
     deployments: Sequence[DeploymentState]  # that are compared
-
-
-def _shortlist(
-    chain: Sequence[int], deployments: Sequence[DeploymentState], estimates: tuple[Estimate, ...], home: Estimate | None
-) -> tuple[Sequence[DeploymentState], Sequence[DeploymentState]]:
-    """The deployments whose costs are compared, of many those that hold the prompt or begin soonest, and the others."""
-    if len(deployments) <= COMPARED_MAX:
-        return deployments, ()
-    by_standing = sorted(deployments, key=_BY_STANDING)
-    compared, others = by_standing[:SHORTLIST], by_standing[SHORTLIST:]
-    holders = {*estimates[0].traffic.holders.find(chain), home}.difference(map(_ESTIMATE, compared))
-    # There are at most a few. Those that do not serve this call are not among the estimates.
-    places = sorted([others.index(deployments[estimates.index(one)]) for one in holders if one in estimates])
-    compared += [others[place] for place in places]
-    for place in reversed(places):
-        del others[place]
-    return compared, others
 
 
 def _only_candidate(
@@ -154,7 +142,7 @@ def _only_candidate(
     estimate, prediction = deployment.estimate, deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_work = estimate.traffic.pressure((estimate,), now)
-    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience, (deployment,))
+    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience, 0, (deployment,))
     return _candidate(deployment, prediction, prompt, cached_tokens, estimate.speed.fitted(), now, home)
 
 
@@ -176,7 +164,9 @@ def _candidate(
     lost_work = deployment.eviction_loss(tokens - (cached_tokens if cached_tokens > common else common), now)
     typical_work = prompt.mean_work if prompt.mean_work > BLOCK_TOKENS else BLOCK_TOKENS
     own_pressure = math.sqrt(prompt.pressure * estimate.pressure)
-    delays = own_pressure * (1 + (queued_work + own_work / 2) / typical_work)
+    delayed_calls = (queued_work + own_work / 2) / typical_work
+    most_calls = DELAYED_MAX * estimate.most_calls + prompt.queued_calls
+    delays = own_pressure * (1 + (delayed_calls if delayed_calls < most_calls else most_calls))
     in_flight = estimate.total_in_flight(now)
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
     weighted_work = POPULAR_WEIGHT * popular_work + own_work * own_weight + lost_work * (1 + prompt.pressure)

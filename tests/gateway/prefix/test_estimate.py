@@ -95,6 +95,17 @@ def test_prompts_that_wait_until_others_are_computed_are_counted() -> None:
     assert estimate.busy_time(200.0).mean_waiting == pytest.approx(0.75, abs=0.05)
 
 
+def test_the_most_calls_at_once_are_remembered_for_a_while() -> None:
+    estimate = make_estimate()
+    for sent in [estimate.begin((), 100, 0.0) for _ in range(8)]:
+        estimate.first_chunk(sent, 0.1)
+        estimate.end(sent, 0.1)
+    assert estimate.busy_time(0.1).most_calls == pytest.approx(8, abs=0.1)
+    estimate.begin((), 100, 1.0)
+    assert estimate.busy_time(1.0).most_calls == pytest.approx(8, abs=0.5)
+    assert estimate.busy_time(100.0).most_calls == 1, "the one that is there"
+
+
 def test_the_prompts_of_peers_wait_too() -> None:
     """Their number is guessed by their tokens."""
     estimate = make_estimate()

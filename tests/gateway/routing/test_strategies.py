@@ -21,8 +21,9 @@ from gateway.providers.offline import OfflineProvider
 from gateway.routing.base import ServingStrategy
 from gateway.routing.jump_hash import jump_hash
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import COMPARED_MAX, PIN_SECONDS, SHORTLIST, PrefixAffinity
+from gateway.routing.prefix_affinity import PIN_SECONDS, PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
+from gateway.routing.shortlist import COMPARED_MAX, SHORTLIST
 from gateway.simulator.site import default_policy
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
@@ -135,6 +136,25 @@ def test_a_busy_deployment_computes_only_what_saves_much() -> None:
             sent.end(100.0)
     b.send(queued, now=100.0)
     assert PrefixAffinity().order(call, [a, b], now=100.0)[0].deployment is b
+
+
+def test_a_long_prompt_delays_no_more_calls_than_were_there_at_once() -> None:
+    """One conversation has sent many short calls to `a`, but waits with one of them at a time."""
+    a, b = make_deployments()
+    b.send(prompt_of(8_000), now=0.0)
+    b.send(prompt_of(8_000), now=0.0)
+    for number in range(200):
+        sent = a.send(prompt_of(100), now=number / 10)
+        sent.first_chunk(number / 10 + 0.09)
+        sent.end(number / 10 + 0.1)
+
+    def weight_of(tokens: int) -> float:
+        """What each token of a prompt's work costs."""
+        order = PrefixAffinity().order(prompt_of(tokens), [a, b], now=20.0)
+        costs = {one.deployment: one.cost_seconds for one in order}
+        return costs[a] / (tokens * (1 + a.estimate.speed.fitted_attention * tokens / 2))
+
+    assert weight_of(20_000) == pytest.approx(weight_of(10_000), rel=0.1), "as much as for half as long a prompt"
 
 
 def test_a_deployment_is_not_avoided_because_one_conversation_keeps_it_busy() -> None:
