@@ -237,14 +237,11 @@ class BackgroundService:
                 param="stream",
             )
         settings = policy.responses_of(tenant)
-        run, first = self._runs.get(name), await self._events(tenant.name, settings.background, name).first()
-        if run is not None and first is None:
-            first = run.log.first
+        first = await self._first_event(tenant.name, settings.background, name)
         if first is None or after + 1 < first:
-            missing = "they" if first is None else f"those before number {first}"
+            missing = "the events of this response" if first is None else f"its events before number {first}"
             raise BadRequest(
-                f"starting_after: the events of this response are no longer stored ({missing}); "
-                "get the response without stream",
+                f"starting_after: {missing} are no longer stored; get the response without stream",
                 param="starting_after",
             )
         if self._followers.total() >= FOLLOWERS_MAX:
@@ -255,6 +252,17 @@ class BackgroundService:
                 retry_after_seconds=RETRY_SECONDS,
             )
         return self._follow(tenant.name, settings, name, after + 1)
+
+    async def _first_event(self, tenant: str, settings: Background, name: str) -> int | None:
+        """The number of a response's oldest event that is stored or will be. None if there is none."""
+        run, events = self._runs.get(name), self._events(tenant, settings, name)
+        if (first := await events.first()) is not None:
+            return first
+        if run is not None:
+            return run.log.first
+        if await RunLease(self._storage, tenant, name).is_held():
+            return 0  # the gateway that runs it has written none yet
+        return await events.first()  # it may have written them just before it ended
 
     async def _follow(self, tenant: str, settings: Responses, name: str, number: int) -> AsyncGenerator[bytes]:
         """Yield the events from `number` on, until the response has ended."""

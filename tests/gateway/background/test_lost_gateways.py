@@ -114,6 +114,30 @@ async def test_a_gateway_that_stops_releases_a_run_that_is_ending(
         assert (await streamed(rig, name))[-1]["type"] == "response.completed"
 
 
+async def test_a_stream_elsewhere_may_begin_before_the_first_events_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_rig(tmp_path) as rig:
+        go_on, put = asyncio.Event(), rig.storage.put_document
+
+        async def held_back(tenant: str, document_name: str, *given: Any, **named: Any) -> bool:
+            if tenant.startswith("events/"):
+                await go_on.wait()
+            return await put(tenant, document_name, *given, **named)
+
+        monkeypatch.setattr(rig.storage, "put_document", held_back)
+        name = (await create(rig))["id"]
+        client = Client(method="GET", path=f"/v1/responses/{name}")
+        following = begin(rig, client, "stream=true", rig.another_background())
+        await asyncio.sleep(0.1)  # several polls
+        go_on.set()
+        (await rig.reply()).say(*STREAM)
+        await in_time(following)
+        assert client.status == 200, client.content
+        events = events_of(client.content)
+        assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.completed")
+
+
 async def test_a_stream_elsewhere_ends_with_the_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The response is stored as complete before its last events are."""
     async with stored_rig(tmp_path) as rig:
