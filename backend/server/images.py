@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 
@@ -33,8 +34,9 @@ class ImageLoader:
         self._encoder = encoder
         self._max_images = max_images
         self._fetcher = fetcher
-        self._decoding = TenantQueue(DECODING, "decode image", "images wait to be decoded", ImagesBusy)
-        self._fetching = TenantQueue(FETCHING, "fetch image", "images wait to be downloaded", ImagesBusy)
+        decoding, fetching = _with_room(DECODING, max_images), _with_room(FETCHING, max_images)
+        self._decoding = TenantQueue(decoding, "decode image", "images wait to be decoded", ImagesBusy)
+        self._fetching = TenantQueue(fetching, "fetch image", "images wait to be downloaded", ImagesBusy)
 
     def close(self) -> None:
         self._decoding.close()
@@ -82,6 +84,12 @@ class ImageLoader:
     def _image(self, data: bytes, cache_salt: str) -> EncoderImage:
         pixels = decode(data, lambda width, height: image_size(width, height, self.config))
         return self._encoder.image(pixels, sha256(data).digest(), cache_salt)
+
+
+def _with_room(bounds: QueueBounds, images: int) -> QueueBounds:
+    """All images of a request wait together, so a tenant may have at least so many there."""
+    own = max(bounds.waiting_per_tenant, images)
+    return replace(bounds, waiting=max(bounds.waiting, 2 * own), waiting_per_tenant=own)
 
 
 def create_loader(encoder: ImageEncoder, max_images: int, allowed_hosts: Sequence[str]) -> ImageLoader:

@@ -1,6 +1,7 @@
-"""How busy one deployment is with prompts: how much of the time it computes some, and how many others wait meanwhile.
+"""How busy one deployment is: how much of the time it computes prompts, and how many others wait meanwhile.
 
-All of this is of the last `MEAN_SECONDS`, and older times count less.
+Both are averages over the last `MEAN_SECONDS`, and older times count less. The most calls that were there at once are
+forgotten as fast.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ from gateway.routing.jump_hash import jump_hash
 from gateway.routing.shortlist import shortlist
 
 POPULAR_WEIGHT = 0.5  # of a second to compute a popular beginning; of the rest of a prompt, at least 1
-DELAYED_MAX = 6  # calls that a prompt delays, for each that was at the deployment at once lately
+DELAYED_MAX = 6  # a prompt delays at most so many times the calls that were at the deployment at once lately
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call of a background class; for others, 1

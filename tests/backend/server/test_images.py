@@ -320,3 +320,12 @@ async def test_tenants_take_turns_when_images_are_decoded(monkeypatch: pytest.Mo
     await asyncio.gather(hostile, innocent)
     assert begun.index("innocent") <= images.DECODING.running + 1, "waits for what has begun and one piece more"
     loader.close()
+
+
+async def test_one_request_may_have_more_images_than_usually_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "decode", lambda data, _size: data)
+    count = images.DECODING.waiting + 10
+    loader = images.ImageLoader(cast(ImageEncoder, SimpleNamespace(config=None, image=lambda *_: None)), count)
+    loaded = await loader.load([UserMessage([ImagePart(url_of(b"image"))] * count)], "salt")
+    assert len(loaded) == count
+    loader.close()
