@@ -49,12 +49,12 @@ from tests.e2e.processes import (
     Running,
     deployment,
     engine,
-    free_port,
     gateway,
     key,
     simple_policy,
     tenant,
 )
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 CUT_SHARE = 0.005  # of the chunks that the relay passes on to a gateway

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import httpx2
 
-from tests.e2e.processes import free_port
+from tests.ports import free_port
 
 START_SECONDS = 60.0
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import redis
 
-from tests.e2e.processes import free_port
+from tests.ports import free_port
 
 START_SECONDS = 60.0
 NODES = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import redis
+
+from tests.ports import free_port
 
 START_SECONDS = 20.0
 
@@ -65,10 +66,7 @@ class RedisServer:
 
 def _ports_of_a_cluster() -> list[str]:
     """Ports for a cluster node, which Redis requires. No client connects to them."""
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        return ["--port", str(one.getsockname()[1]), "--cluster-port", str(other.getsockname()[1])]
+    return ["--port", str(free_port()), "--cluster-port", str(free_port())]
 
 
 def start_redis(*, durable: bool = False, cluster: bool = False) -> Iterator[RedisServer]:

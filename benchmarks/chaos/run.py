@@ -22,7 +22,8 @@ from benchmarks.chaos.watch import Watch
 from benchmarks.ledger_faults import Replica, held_by_reservations, open_attempts
 from gateway.limits.limiter import LEASE_SECONDS
 from tests.e2e.faults.upstreams import listening
-from tests.e2e.processes import DEMO, PRICE, Running, deployment, engine, free_port, tenant
+from tests.e2e.processes import DEMO, PRICE, Running, deployment, engine, tenant
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 ENGINE_OPTIONS = ("--max-num-seqs", "16")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import msgspec
@@ -12,15 +11,15 @@ from gateway.providers import Fault, ProviderFailure
 from tests.contract.provider_calls import DEEP, VERBATIM, ProviderFor, answer, answering, call, failure
 from tests.gateway.providers.scripted_server import STREAM_END, ScriptedServer, chunked, json_response
 from tests.gateway.providers.wires import TEXT, Wire, data, timeless
+from tests.ports import refusing_port
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_connection_refused(provider_for: ProviderFor, stream: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    provider = provider_for(f"http://127.0.0.1:{port}/v1")
-    assert (await failure(provider, call(stream=stream))).fault is Fault.CONNECT
-    assert await provider.healthy() is False
+    with refusing_port() as port:
+        provider = provider_for(f"http://127.0.0.1:{port}/v1")
+        assert (await failure(provider, call(stream=stream))).fault is Fault.CONNECT
+        assert await provider.healthy() is False
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,8 +15,9 @@ import httpx2
 import pytest
 
 from tests.docs.markdown import ROOT, Block, blocks
-from tests.e2e.processes import PATIENCE_SECONDS, chat, clean_environment, free_port, running, until
+from tests.e2e.processes import PATIENCE_SECONDS, chat, clean_environment, running, until
 from tests.otlp_collector import Collector, collecting
+from tests.ports import free_port
 
 README = ROOT / "README.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"

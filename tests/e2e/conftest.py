@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import DEMO, Gateway, Running, deployment, engine, free_port, gateway, simple_policy, tenant
+from tests.e2e.processes import DEMO, Gateway, Running, deployment, engine, gateway, simple_policy, tenant
 from tests.otlp_collector import Collector, collecting
+from tests.ports import free_port
 from tests.redis_server import redis_server
 
 __all__ = ["redis_server"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -50,18 +48,6 @@ def until(
         assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(pause_seconds)
     return answer
-
-
-PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports, so that no other process gets one meanwhile
-
-
-def free_port() -> int:
-    """A port for a process that must know it before it starts. Prefer port 0 if the process supports it."""
-    for port in random.sample(PORTS, 100):
-        with contextlib.suppress(OSError), socket.socket() as sock:
-            sock.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port in a hundred tries")
 
 
 def clean_environment(**settings: str) -> dict[str, str]:

@@ -15,13 +15,13 @@ from tests.e2e.processes import (
     PATIENCE_SECONDS,
     Gateway,
     Running,
-    free_port,
     gateway,
     simple_policy,
     tenant,
     until,
     warmpath,
 )
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e

@@ -20,7 +20,6 @@ from tests.e2e.processes import (
     Gateway,
     Running,
     chat,
-    free_port,
     gateway,
     simple_policy,
     tenant,
@@ -28,6 +27,7 @@ from tests.e2e.processes import (
     warmpath,
 )
 from tests.openai_spec import Validate
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e

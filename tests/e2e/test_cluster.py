@@ -26,12 +26,12 @@ from tests.e2e.processes import (
     Running,
     chat,
     engine,
-    free_port,
     gateway,
     key,
     tenant,
     until,
 )
+from tests.ports import free_port
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]

@@ -24,7 +24,6 @@ from tests.e2e.processes import (
     Gateway,
     Running,
     chat,
-    free_port,
     gateway,
     key,
     simple_policy,
@@ -32,6 +31,7 @@ from tests.e2e.processes import (
     until,
     warmpath,
 )
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -19,12 +19,12 @@ from tests.e2e.processes import (
     Running,
     chat,
     deployment,
-    free_port,
     gateway,
     simple_policy,
     tenant,
     until,
 )
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -25,11 +25,11 @@ from tests.e2e.processes import (
     Gateway,
     chat,
     deployment,
-    free_port,
     gateway,
     tenant,
     until,
 )
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -13,11 +13,11 @@ from tests.e2e.processes import (
     chat,
     deployment,
     events,
-    free_port,
     gateway,
     simple_policy,
     text_of,
 )
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

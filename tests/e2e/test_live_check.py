@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.processes import DEMO, deployment, engine, free_port, tenant, warmpath
+from tests.e2e.processes import DEMO, deployment, engine, tenant, warmpath
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=8)]
 

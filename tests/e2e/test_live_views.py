@@ -25,11 +25,11 @@ from tests.e2e.processes import (
     ROOT,
     Gateway,
     clean_environment,
-    free_port,
     gateway,
     tenant,
     warmpath,
 )
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

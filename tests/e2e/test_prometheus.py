@@ -26,12 +26,12 @@ from tests.e2e.processes import (
     Running,
     chat,
     deployment,
-    free_port,
     gateway,
     tenant,
     until,
 )
 from tests.otlp_collector import Collector
+from tests.ports import free_port
 from tests.prometheus import Prometheus, alert_names, panel_queries, prometheus, tool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]

@@ -19,12 +19,12 @@ from tests.e2e.processes import (
     Wire,
     chat,
     deployment,
-    free_port,
     gateway,
     key,
     simple_policy,
     until,
 )
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]
 

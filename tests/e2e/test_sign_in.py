@@ -10,8 +10,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.e2e.browser import chromium, recorded_page
-from tests.e2e.processes import free_port, gateway, simple_policy
+from tests.e2e.processes import gateway, simple_policy
 from tests.oidc_provider import oidc_provider
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -25,11 +25,11 @@ from tests.e2e.processes import (
     STOP_SECONDS_MAX,
     clean_environment,
     events,
-    free_port,
     text_of,
     until,
     warmpath,
 )
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import httpx2
 
-from tests.e2e.processes import PRICE, free_port, gateway, simple_policy
+from tests.e2e.processes import PRICE, gateway, simple_policy
+from tests.ports import free_port
 from tests.servers.catalogue import FOLDER, SERVERS, Server
 from tests.servers.contract import kept_by
 

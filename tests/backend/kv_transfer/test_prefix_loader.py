@@ -25,6 +25,7 @@ from backend.kv_transfer.block_stream import END, HASH_BYTES, encode_entries, en
 from backend.kv_transfer.peers import Peer, parse_rule
 from backend.kv_transfer.prefix_loader import Outcome, PrefixLoader, Transfer
 from tests.backend.checkpoints import VOCAB_SIZE
+from tests.ports import refusing_port
 
 BLOCK_SIZE = 4
 PROMPT = [(5 * i * i + i) % VOCAB_SIZE for i in range(35)]  # eight full blocks and three more tokens
@@ -248,10 +249,10 @@ async def test_a_peer_that_sends_a_byte_now_and_then_does_not_extend_the_limit(l
 async def test_no_request_waits_for_a_peer_that_was_silent_a_moment_ago(
     engine: AsyncEngine, loader: PrefixLoader, blocks: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        gone = Peer("127.0.0.1", unused.getsockname()[1])
-    assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.UNREACHABLE
-    assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.PAUSED
+    with refusing_port() as port:
+        gone = Peer("127.0.0.1", port)
+        assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.UNREACHABLE
+        assert (await loader.load(request_of(), gone, LONG)).outcome is Outcome.PAUSED
     with peer(_error(loader, blocks)) as other:
         assert (await loader.load(request_of(), other, LONG)).outcome is Outcome.REFUSED
     with peer(_other_model(loader, blocks)) as other:
@@ -302,11 +303,10 @@ async def test_a_peer_is_not_blamed_for_a_busy_engine(
 async def test_without_a_listener_and_without_permission_nothing_is_loaded(
     loader: PrefixLoader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    assert (await loader.load(request_of(), Peer("127.0.0.1", port), LONG)).outcome is Outcome.UNREACHABLE
-    for _ in range(2):
-        assert (await loader.load(request_of(), Peer("localhost", port), LONG)).outcome is Outcome.NOT_ALLOWED
+    with refusing_port() as port:
+        assert (await loader.load(request_of(), Peer("127.0.0.1", port), LONG)).outcome is Outcome.UNREACHABLE
+        for _ in range(2):
+            assert (await loader.load(request_of(), Peer("localhost", port), LONG)).outcome is Outcome.NOT_ALLOWED
     assert [record.levelname for record in caplog.records] == ["WARNING"], "the second one is not logged"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import httpx2
 import pytest
 
 from tests.backend.server.conftest import RunningServer
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=20)]
 
@@ -101,12 +101,6 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
             pass
         time.sleep(0.2)
     pytest.fail(f"the router is not ready: {log.read_text()[-2000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,9 +19,9 @@ from gateway.auth.signed_cookies import CookieSigner
 from gateway.billing.audit import read_audit
 from gateway.core.errors import StorageUnavailable
 from gateway.policy.sign_in import ROLES_MAX
-from tests.e2e.processes import free_port
 from tests.gateway.admin.test_admin import ADMIN_KEY, Desk
 from tests.oidc_provider import oidc_provider
+from tests.ports import free_port
 
 PUBLIC_URL = "http://localhost:8082"
 ROLES = [

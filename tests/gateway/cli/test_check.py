@@ -9,9 +9,9 @@ import yaml
 from gateway.policy import located_yaml
 from gateway.policy.file import load_policy, policy_schema
 from tests.e2e.faults.upstreams import Request, listening
-from tests.e2e.processes import free_port
 from tests.gateway.cli.conftest import Warmpath
 from tests.gateway.providers.scripted_server import json_response
+from tests.ports import free_port
 
 POLICIES = Path(__file__).parents[3] / "policies"
 

@@ -15,7 +15,7 @@ import typer
 
 from gateway.cli import engine_process
 from gateway.cli.engine_process import EngineProcess, answers
-from tests.e2e.processes import free_port
+from tests.ports import free_port
 
 PATIENCE_SECONDS = 30
 ENGINE = """

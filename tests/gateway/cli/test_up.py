@@ -20,6 +20,7 @@ from gateway.cli.port_owner import next_free_port, port_owner
 from gateway.settings import UpSettings
 from tests.gateway.calls import a_policy
 from tests.gateway.cli.conftest import Warmpath
+from tests.ports import free_port
 
 
 def settings(folder: Path, **given: Any) -> UpSettings:
@@ -29,7 +30,7 @@ def settings(folder: Path, **given: Any) -> UpSettings:
 @pytest.fixture
 def usual_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A default port other than 8082, which may be in use here, taken by another socket."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
         monkeypatch.setattr(up, "ADMIN_PORT", taken.getsockname()[1])
         yield taken
 

@@ -29,6 +29,7 @@ from tests.gateway.providers.scripted_server import (
     json_response,
 )
 from tests.gateway.providers.transport.exchanges import answering, fetch, pieces, post
+from tests.ports import refusing_port
 
 
 async def test_status_headers_and_body_are_unchanged(transport: HTTPTransport) -> None:
@@ -246,18 +247,16 @@ def test_unusable_files_are_named(
 
 
 async def test_a_failed_request_gives_its_slot_back() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        unreachable = httpx2.Request("GET", f"http://127.0.0.1:{taken.getsockname()[1]}/")
-    script = answering()
-    async with (
-        ScriptedServer(script) as silent,
-        HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.0) as transport,
-    ):
-        for _ in range(2):
-            with pytest.raises(httpx2.ConnectError):
-                await fetch(transport, unreachable)
-            with pytest.raises(httpx2.ReadTimeout):
-                await fetch(transport, post(silent, read=0.01))
+    with refusing_port() as port:
+        async with (
+            ScriptedServer(answering()) as silent,
+            HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.0) as transport,
+        ):
+            for _ in range(2):
+                with pytest.raises(httpx2.ConnectError):
+                    await fetch(transport, httpx2.Request("GET", f"http://127.0.0.1:{port}/"))
+                with pytest.raises(httpx2.ReadTimeout):
+                    await fetch(transport, post(silent, read=0.01))
 
 
 async def test_closing_a_response_before_its_end_closes_the_connection(transport: HTTPTransport) -> None:

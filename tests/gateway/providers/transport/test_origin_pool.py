@@ -17,6 +17,7 @@ from tests.gateway.providers.scripted_server import (
     json_response,
 )
 from tests.gateway.providers.transport.exchanges import answering, fetch, post
+from tests.ports import refusing_port
 
 
 async def test_a_connection_is_reused(transport: HTTPTransport) -> None:
@@ -67,9 +68,7 @@ async def test_a_connection_that_the_server_closed_while_idle_is_replaced(transp
 
 
 async def test_connection_refused(transport: HTTPTransport) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(httpx2.ConnectError):
+    with refusing_port() as port, pytest.raises(httpx2.ConnectError):
         await fetch(transport, httpx2.Request("GET", f"http://127.0.0.1:{port}/"))
 
 
