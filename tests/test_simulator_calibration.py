@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulator.calibrate import CALLS, STEPS, Measured, Observed, fit, scenes, simulate
+from benchmarks.simulator.calibrate import (
+    ANSWERS,
+    CALLS,
+    STEPS,
+    Asked,
+    Measured,
+    Observed,
+    Scene,
+    fit,
+    scenes,
+    simulate,
+    wait_seconds,
+)
 from gateway.simulator.engine_steps import EngineSpeed
 
 TRUE = EngineSpeed(
@@ -46,3 +58,16 @@ def test_a_step_takes_as_long_as_its_parts() -> None:
             ((_, seconds),), _ = simulate(one, TRUE)
             calls = TRUE.request + TRUE.request_token * one.requests[0].prompt_tokens
             assert seconds == pytest.approx(calls + one.step_seconds, rel=1e-6), one.scene.kind
+
+
+def test_a_routers_wait_is_what_the_clock_shows_beyond_processor_time() -> None:
+    def observed(seconds: float, output_tokens: int, requests: int = 1) -> Observed:
+        scene = Scene("agents", (Asked([], output_tokens),) * requests)
+        seen = [Measured(0.0, 0.1, seconds, 100, 0)] * requests
+        return Observed(scene, seen, {}, step_seconds=0.1, other_seconds=0.02)
+
+    least, *_, most = sorted(ANSWERS)
+    alone = [observed(0.12 + wait, least) for wait in (0.04, 0.04, 0.2)]  # once, the machine did something else
+    others = [observed(0.12, most), observed(0.5, least, requests=2)]
+    assert wait_seconds([[*alone, *others]]) == pytest.approx(0.04)
+    assert wait_seconds([[observed(0.1, least)]]) == 0.0

@@ -8,12 +8,15 @@ time of a scene (`processor_time.py`), and are fitted to it by least squares: th
 thread that computes them, those of calls to the time of all other threads. Three engines get each scene at once for
 that, since engines on one machine share its caches, too. Times by the clock only test: with one engine alone, the
 simulated engine predicts the times to the first chunk and to the end of the answer, as a client sees them. The mixed
-scenes test, too, and are not fitted to. The quickest round of each scene counts, since other work disturbs the others.
+scenes test, too, and are not fitted to. The middle round of each scene counts: live runs have what disturbs one, too.
 
 What a call costs besides the engine's steps depends on the router. So conversations of `benchmarks/warm_paths` are sent
-through each router to the same three engines, one call after the other, and the constants of calls are fitted to them.
-The routers take turns with each call, since the machine is not equally fast at all times. Engines that do not report
-cached tokens cost the gateway the same, so it has no constants of its own for them.
+through each router to the same three engines, one at a time and several at once, and the constants of calls are fitted
+to all of them: with others at once, a call finds less in the processor's caches. The routers take turns with each
+conversation, since the machine is not equally fast at all times. What the clock shows of single calls beyond their
+processor time is a router's `wait`: one that writes little at a time to a connection, without `TCP_NODELAY`, waits 40
+ms for the other side's acknowledgement if the connection was used a moment ago. Engines that do not report cached
+tokens cost the gateway the same, so it has no constants of its own for them.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,7 @@ STEPS = ("step", "prefill_token", "prefill_context", "decode", "decode_context",
 CALLS = ("request", "request_token", "chunk")
 FITS = 2  # the second one with the steps that the first one predicts
 ROUTED_KINDS, ROUTED_CONVERSATIONS, ANSWERS = ("agents", "coding"), 6, (2, 16, 48)
+AT_ONCE = (1, ROUTED_CONVERSATIONS)  # conversations through a router
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,12 @@ class Observed:
 
     @property
     def seconds(self) -> float:
+        """By the clock, of all requests."""
         return sum(one.finished - one.sent for one in self.requests)
+
+    @property
+    def processor_seconds(self) -> float:
+        return self.step_seconds + self.other_seconds
 
 
 def scenes(first_text: int) -> list[Scene]:
@@ -149,15 +159,23 @@ def _asked(text: int, words: int, output_tokens: int, at: float = 0.0) -> Asked:
     return Asked([{"role": "user", "content": content}], output_tokens, at)
 
 
-def conversation_scenes(beginning: str) -> list[Scene]:
-    """Conversations of the live comparison, one call after the other. What they begin with keeps them apart."""
-    lengths = itertools.cycle(ANSWERS)
-    return [
-        Scene(kind, (Asked(_beginning_with(beginning, messages), next(lengths)),))
-        for kind in ROUTED_KINDS
-        for turns in traffic(kind, ROUTED_CONVERSATIONS, 1)
-        for messages in turns.requests
-    ]
+def conversation_scenes(beginning: str) -> list[list[Scene]]:
+    """The turns of conversations of the live comparison, of one at a time and of a group at once.
+
+    What they begin with keeps routers and rounds apart. A conversation ends for all of a group with the shortest one.
+    """
+    lengths, made = itertools.cycle(ANSWERS), list[list[Scene]]()
+    for at_once, kind in itertools.product(AT_ONCE, ROUTED_KINDS):
+        conversations = [turns.requests for turns in traffic(kind, ROUTED_CONVERSATIONS, 1)]
+        for first in range(0, ROUTED_CONVERSATIONS, at_once):
+            group, begin = conversations[first : first + at_once], f"{beginning} {at_once}"
+            made.append(
+                [
+                    Scene(kind, tuple(Asked(_beginning_with(begin, one), next(lengths)) for one in turns))
+                    for turns in zip(*group, strict=False)
+                ]
+            )
+    return made
 
 
 def _beginning_with(text: str, messages: Messages) -> Messages:
@@ -185,7 +203,7 @@ async def measure_all(urls: Sequence[str], wanted: Iterable[Scene], engines: int
 
 
 async def measure_in_turn(routers: Mapping[str, RunningRouter], rounds: int) -> dict[str, list[list[Observed]]]:
-    """By router, the rounds of all conversations. Each call is sent through each router, one after the other."""
+    """By router, the rounds of all conversations. Each conversation goes through each router, one after the other."""
     found: dict[str, list[list[Observed]]] = {name: [] for name in routers}
     async with contextlib.AsyncExitStack() as stack:
         clients = {
@@ -193,12 +211,13 @@ async def measure_in_turn(routers: Mapping[str, RunningRouter], rounds: int) -> 
             for name, one in routers.items()
         }
         for number in range(rounds):
-            wanted = {name: [WARM_UP, *conversation_scenes(f"{name} {number}")] for name in routers}
+            wanted = {name: [[WARM_UP], *conversation_scenes(f"{name} {number}")] for name in routers}
             for name in routers:
                 found[name].append([])
             for same in zip(*wanted.values(), strict=True):
-                for name, scene in zip(wanted, same, strict=True):
-                    found[name][-1].append(await _observe(scene, [clients[name]], routers[name].processes))
+                for name, conversation in zip(wanted, same, strict=True):
+                    for scene in conversation:
+                        found[name][-1].append(await _observe(scene, [clients[name]], routers[name].processes))
     for runs in found.values():
         for run in runs:
             _divide_processor_time(run, peers.ENGINES)
@@ -371,19 +390,30 @@ def calls_of_routers(folder: Path, model: Path, programs: dict[str, Path], round
             url = stack.enter_context(peers.router(name, place, deployments, programs))
             routers[name] = RunningRouter(url, descendants() - others | engines)
         found = asyncio.run(measure_in_turn(routers, rounds))
-    calls = {name: fit_calls(list(_least(runs, _processor_seconds))) for name, runs in found.items()}
-    for name, constants in calls.items():
-        print(f"{name:26}", json.dumps(constants))
+    calls = dict[str, dict[str, float]]()
+    for name, runs in found.items():
+        calls[name] = fit_calls(list(_middle(runs, attrgetter("processor_seconds")))) | {"wait": wait_seconds(runs)}
+        print(f"{name:26}", json.dumps(calls[name]))
     return calls
 
 
-def _processor_seconds(one: Observed) -> float:
-    return one.step_seconds + one.other_seconds
+def wait_seconds(rounds: Iterable[Sequence[Observed]]) -> float:
+    """How long a call waits without any processor time: the median of single calls with the shortest answers.
+
+    Their chunks are hardly sent during a later step, so what is computed for them follows one after the other.
+    """
+    waits = [
+        one.seconds - one.processor_seconds
+        for run in rounds
+        for one in run
+        if [asked.output_tokens for asked in one.scene.requests] == [min(ANSWERS)]
+    ]
+    return max(0.0, statistics.median(waits))
 
 
-def _least(rounds: Sequence[Sequence[Observed]], figure: Callable[[Observed], float]) -> Iterator[Observed]:
-    """The round of each scene with the least figure."""
-    return (min(same, key=figure) for same in zip(*rounds, strict=True))
+def _middle(rounds: Sequence[Sequence[Observed]], figure: Callable[[Observed], float]) -> Iterator[Observed]:
+    """The round of each scene with the median of this figure. With an even number of rounds, the lower one."""
+    return (sorted(same, key=figure)[(len(same) - 1) // 2] for same in zip(*rounds, strict=True))
 
 
 def main() -> None:
@@ -409,9 +439,9 @@ def main() -> None:
                         deployment = stack.enter_context(engine(place, model, NUM_BLOCKS))
                         urls.append(deployment["base_url"].removesuffix("/v1"))
                     runs.append(asyncio.run(measure_all(urls, scenes(1000 * engines), engines)))
-        least = _least(together, _processor_seconds)
-        timing = fit([one for one in least if not one.scene.is_test])
-        found = errors(list(_least(alone, lambda one: one.seconds)), timing)
+        middle = _middle(together, attrgetter("processor_seconds"))
+        timing = fit([one for one in middle if not one.scene.is_test])
+        found = errors(list(_middle(alone, attrgetter("seconds"))), timing)
         print(json.dumps(dataclasses.asdict(timing)))
         for kind, row in found.items():
             print(f"{kind:26}", json.dumps(row))

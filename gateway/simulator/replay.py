@@ -343,14 +343,20 @@ class Replay:
         record.sent, record.deployment = now, gateway.deployments.index(deployment)
         record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
         self._calls[replayed.job] = replayed
-        seconds = self._timing.request + self._timing.request_token * record.prompt_tokens
+        if self._timing.wait > 0:
+            self._at(now + self._timing.wait, partial(self._set_out, record.deployment, replayed.job))
+        else:
+            self._set_out(record.deployment, replayed.job, now)
+        self._schedule_sync(gateway, now)
+
+    def _set_out(self, index: int, job: EngineJob, now: float) -> None:
+        seconds = self._timing.request + self._timing.request_token * job.prompt_tokens
         if seconds > 0:
             self._on_the_way += 1
             self._share_processors(now)
-            self._at(now + seconds / self._share, partial(self._arrive_at_engine, record.deployment, replayed.job))
+            self._at(now + seconds / self._share, partial(self._arrive_at_engine, index, job))
         else:
-            self._submit(record.deployment, replayed.job, now)
-        self._schedule_sync(gateway, now)
+            self._submit(index, job, now)
 
     def _arrive_at_engine(self, index: int, job: EngineJob, now: float) -> None:
         self._on_the_way -= 1

@@ -64,6 +64,17 @@ def test_engines_share_processors_with_requests_on_their_way_and_with_the_chunks
     assert [request.finished for request in alone.requests] == pytest.approx([0.2 + 1.1 + 1.0] * 3)
 
 
+def test_a_routers_wait_delays_each_request_and_uses_no_processor() -> None:
+    timing = EngineSpeed(0.1, 0.01, 0.0, request=0.2, chunk=0.05)
+    trace = TrafficTrace("t", [single_request(0.0), single_request(0.0)], closed_loop=False)
+    finished = []
+    for wait in (0.0, 0.5):
+        site = SimulatedSite(default_policy(2), 10**6, replace(timing, wait=wait), processors=1.0)
+        result = Replay(trace, site, lambda _: RoundRobin(), holds=False).run()
+        finished.append([request.finished for request in result.requests])
+    assert finished[1] == pytest.approx([seconds + 0.5 for seconds in finished[0]])
+
+
 def test_a_sessions_next_request_arrives_after_the_answer_and_a_pause() -> None:
     requests = [TraceRequest(0.0, 640, 50, (BLOCKS,)), TraceRequest(30.0, 1280, 50, (range(20),))]
     trace = TrafficTrace("t", [TraceSession("s", 5.0, requests)], closed_loop=True)
