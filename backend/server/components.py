@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 # Bodies up to this size are rendered and tokenised on the event loop, which takes about half a millisecond at most.
 # Larger ones are processed in a thread, so that streams of other requests do not stall.
 MAX_INLINE_BYTES = 4096
-PREPARING = QueueBounds(running=2, running_per_tenant=2, waiting=4096, waiting_per_tenant=2048)
+# One thread for each tenant: a prompt of 4 MB takes one for 2 s, and the other one is for the prompts of others.
+PREPARING = QueueBounds(running=2, running_per_tenant=1, waiting=4096, waiting_per_tenant=2048)
 GRAMMARS = QueueBounds(running=4, running_per_tenant=2, waiting=256, waiting_per_tenant=64)
 MAX_RETRY_AFTER_SECONDS = 120  # clients fail a request instead of waiting longer for a retry
 

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from backend.model_files.base import ModelFiles
-from backend.server.segment_encoder import SegmentEncoder
+from backend.server.segment_encoder import SegmentEncoder, encode_text
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -38,16 +38,19 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes a text, optionally with the special tokens that the tokenizer adds (such as bos)."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Encodes two texts as the tokenizer joins a pair, with the special tokens that it adds."""
-        return list(self.tokenizer.encode(first, second).ids)
+        return encode_text(self.tokenizer, (first, second), add_special_tokens=True)
 
     def first_tokens(self, text: str, count: int) -> str:
         """Returns the beginning of a text that its first `count` tokens cover."""
-        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
-        return text if len(offsets) <= count else text[: offsets[count - 1][1] if count else 0]
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)  # releases Python's lock
+        if len(encoding) <= count:
+            return text
+        last = encoding.token_to_chars(count - 1) if count else None
+        return text[: last[1]] if last else ""
 
     def encode_chat(self, text: str, salt: str) -> list[int]:
         """Encodes the text of a chat. Adds no special tokens, because the chat template has written them.

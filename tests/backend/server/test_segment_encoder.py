@@ -112,9 +112,9 @@ class CountingTokenizer:
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
         return self._inner.get_added_tokens_decoder()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> object:
-        self.num_characters += len(text)
-        return self._inner.encode(text, add_special_tokens=add_special_tokens)
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> object:
+        self.num_characters += sum(map(len, texts))
+        return self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
 def chat(turns: int) -> str:

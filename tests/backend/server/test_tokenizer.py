@@ -1,7 +1,10 @@
-"""Bytes of single tokens, as in logprobs: concatenated they are the text."""
+"""Encoding beside other threads, beginnings of texts, and the bytes of single tokens, which add up to the text."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,34 @@ from backend.model_files import open_model_files
 from backend.server.tokenizer import TextCodec, load_codec
 
 TEXT = "Hello, naïve 東京 🙂 ☃\n  <|im_end|>"
+LONG = "the quick brown fox, 東京 and all of it. " * 20_000  # takes a second
+
+ENCODINGS: dict[str, Callable[[TextCodec], object]] = {
+    "text": lambda codec: codec.encode(LONG, add_special_tokens=True),
+    "chat": lambda codec: codec.encode_chat(LONG, "salt"),
+    "pair": lambda codec: codec.encode_pair("a", LONG),
+    "beginning": lambda codec: codec.first_tokens(LONG, 5),
+}
+
+
+@pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS)
+def test_other_threads_go_on_while_a_long_text_is_encoded(
+    checkpoint: Path, encode: Callable[[TextCodec], object]
+) -> None:
+    codec = load_codec(open_model_files(checkpoint))
+    encoding, turns = threading.Thread(target=encode, args=[codec]), 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10  # one or two if the encoding thread holds Python's lock
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 1000])
+def test_the_beginning_of_a_text_ends_with_its_last_token(checkpoint: Path, count: int) -> None:
+    codec = load_codec(open_model_files(checkpoint))
+    offsets = codec.tokenizer.encode(TEXT, add_special_tokens=False).offsets[:count]
+    assert codec.first_tokens(TEXT, count) == (TEXT[: offsets[-1][1]] if offsets else "")
 
 
 def test_the_bytes_of_byte_level_tokens_add_up(checkpoint: Path) -> None:
