@@ -14,6 +14,7 @@ from backend.server.messages import check_tools
 from backend.server.prompts import render_chat, with_image_tokens
 from backend.server.request_body import decode_body
 from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_final_message
+from backend.server.responses import Json
 
 
 class TokenizeEndpoint(Endpoint):
@@ -28,15 +29,18 @@ class TokenizeEndpoint(Endpoint):
         check_tools(request.tools)
         self._components.check_model(request.model)
         images = await self._components.load_images(request.messages or (), None)
-        tokens = await self._components.prepare(None, len(body), lambda: self._tokens(request, images))
-        codec = self._components.model.codec
-        payload = {
+        await exchange.respond(
+            await self._components.prepare(None, len(body), lambda: responses.encode(self._payload(request, images)))
+        )
+
+    def _payload(self, request: TokenizeRequest, images: Sequence[EncoderImage]) -> Json:
+        tokens, codec = self._tokens(request, images), self._components.model.codec
+        return {
             "count": len(tokens),
             "max_model_len": self._components.model.max_model_len,
             "tokens": tokens,
             "token_strs": [codec.token_piece(token) for token in tokens] if request.return_token_strs else None,
         }
-        await exchange.respond(responses.encode(payload))
 
     def _tokens(self, request: TokenizeRequest, images: Sequence[EncoderImage]) -> list[int]:
         codec = self._components.model.codec
@@ -66,10 +70,12 @@ class DetokenizeEndpoint(Endpoint):
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
         request = decode_body(body, DetokenizeRequest)
-        model = self._components.model
         self._components.check_model(request.model)
-        model.check_token_ids(request.tokens, "tokens")
-        text = await self._components.prepare(
-            None, len(body), lambda: model.codec.decode(request.tokens, skip_special_tokens=False)
+        await exchange.respond(
+            await self._components.prepare(None, len(body), lambda: responses.encode({"prompt": self._text(request)}))
         )
-        await exchange.respond(responses.encode({"prompt": text}))
+
+    def _text(self, request: DetokenizeRequest) -> str:
+        model = self._components.model
+        model.check_token_ids(request.tokens, "tokens")
+        return model.codec.decode(request.tokens, skip_special_tokens=False)

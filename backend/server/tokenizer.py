@@ -37,7 +37,10 @@ class TextCodec:
         return token_id if token_id in added and added[token_id].special else None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encodes a text, optionally with the special tokens that the tokenizer adds (such as bos)."""
+        """Encodes a text, optionally with the special tokens that the tokenizer adds (such as bos).
+
+        As in all methods for long texts, a batch of one is encoded, since this does not stop other threads.
+        """
         return encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
@@ -46,7 +49,7 @@ class TextCodec:
 
     def first_tokens(self, text: str, count: int) -> str:
         """Returns the beginning of a text that its first `count` tokens cover."""
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)  # releases Python's lock
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         if len(encoding) <= count:
             return text
         last = encoding.token_to_chars(count - 1) if count else None
@@ -61,7 +64,8 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes token ids to text."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        (text,) = self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)  # see encode
+        return str(text)
 
     def token_piece(self, token_id: int) -> str:
         """Returns a token as the vocabulary writes it."""
@@ -69,7 +73,7 @@ class TextCodec:
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of a token. A partial character becomes U+FFFD; `token_bytes` returns its bytes."""
-        text = self.decode([token_id], skip_special_tokens=False)
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         # SentencePiece decoders strip the space of the first token, and here every token is the first.
         return f" {text}" if self.token_piece(token_id).startswith("▁") and not text.startswith(" ") else text
 

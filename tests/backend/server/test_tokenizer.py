@@ -22,11 +22,12 @@ ENCODINGS: dict[str, Callable[[TextCodec], object]] = {
     "chat": lambda codec: codec.encode_chat(LONG, "salt"),
     "pair": lambda codec: codec.encode_pair("a", LONG),
     "beginning": lambda codec: codec.first_tokens(LONG, 5),
+    "decoding": lambda codec: codec.decode([100, 101, 102] * 1_000_000),
 }
 
 
 @pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS)
-def test_other_threads_go_on_while_a_long_text_is_encoded(
+def test_other_threads_go_on_while_a_long_text_is_encoded_or_decoded(
     checkpoint: Path, encode: Callable[[TextCodec], object]
 ) -> None:
     codec = load_codec(open_model_files(checkpoint))
