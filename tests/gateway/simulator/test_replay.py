@@ -118,7 +118,7 @@ def summaries(trace: TrafficTrace, site: SimulatedSite, *names: str) -> dict[str
 
 @pytest.mark.parametrize(("seed", "servers"), [(1, 4), (2, 8)])
 def test_on_chats_the_router_is_close_to_a_pooled_cache(seed: int, servers: int) -> None:
-    trace = generate.conversation(seed, chats=1200, duration_seconds=600.0)
+    trace = generate.conversation(seed, chats=600, duration_seconds=300.0)
     by_name = summaries(trace, make_site(servers, 500_000, prefill_rate_for_load(trace, servers, 0.75)))
     ours = by_name[OURS]
     assert ours.hit_rate >= by_name[POOLED].hit_rate - 0.025
