@@ -345,6 +345,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    cache_salt: CacheSalt | None = None  # tenants take turns by it
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
@@ -352,3 +353,4 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
+    cache_salt: CacheSalt | None = None

@@ -28,9 +28,10 @@ class TokenizeEndpoint(Endpoint):
         request = decode_body(body, TokenizeRequest)
         check_tools(request.tools)
         self._components.check_model(request.model)
-        images = await self._components.load_images(request.messages or (), None)
+        salt = request.cache_salt
+        images = await self._components.load_images(request.messages or (), salt)
         await exchange.respond(
-            await self._components.prepare(None, len(body), lambda: responses.encode(self._payload(request, images)))
+            await self._components.prepare(salt, len(body), lambda: responses.encode(self._payload(request, images)))
         )
 
     def _payload(self, request: TokenizeRequest, images: Sequence[EncoderImage]) -> Json:
@@ -72,7 +73,9 @@ class DetokenizeEndpoint(Endpoint):
         request = decode_body(body, DetokenizeRequest)
         self._components.check_model(request.model)
         await exchange.respond(
-            await self._components.prepare(None, len(body), lambda: responses.encode({"prompt": self._text(request)}))
+            await self._components.prepare(
+                request.cache_salt, len(body), lambda: responses.encode({"prompt": self._text(request)})
+            )
         )
 
     def _text(self, request: DetokenizeRequest) -> str:

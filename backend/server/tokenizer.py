@@ -50,10 +50,11 @@ class TextCodec:
     def first_tokens(self, text: str, count: int) -> str:
         """Returns the beginning of a text that its first `count` tokens cover."""
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
-        if len(encoding) <= count:
-            return text
-        last = encoding.token_to_chars(count - 1) if count else None
-        return text[: last[1]] if last else ""
+        if len(encoding) <= count or not count:
+            return text if count else ""
+        last = encoding.token_to_chars(count - 1)
+        assert last is not None, "all tokens are the text's own"
+        return text[: last[1]]
 
     def encode_chat(self, text: str, salt: str) -> list[int]:
         """Encodes the text of a chat. Adds no special tokens, because the chat template has written them.

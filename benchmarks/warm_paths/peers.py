@@ -157,7 +157,7 @@ def _wait_for_models(url: str) -> None:
 
 
 def _warm_up(url: str) -> None:
-    """An engine's first long prompt takes 0.3 s longer than others: a twentieth of the time of short runs."""
+    """The first long prompt can take 0.3 s longer, a twentieth of a short run: on a machine that has just started."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Warm. " * WARM_UP_WORDS}], "max_tokens": 16}
     httpx2.post(f"{url}/chat/completions", json=body, timeout=REQUEST_SECONDS_MAX).raise_for_status()
 

@@ -63,6 +63,7 @@ class VLLM(OpenAI):
     # `priority` overtakes their requests, and `kv_transfer_params` names hosts to fetch KV blocks from.
     reserved_fields: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", FIELD)
     continues_final_message = True
+    salts_counts: ClassVar[bool] = False  # whether /tokenize takes a cache salt, so that tenants take turns there
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
@@ -90,7 +91,10 @@ class VLLM(OpenAI):
 
     def _counted(self, call: Call) -> bytes:
         fields = self.prompt_fields(call)
-        return msgspec.json.encode({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
+        counted = {name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields}
+        if self.salts_counts and call.cache_salt:
+            counted["cache_salt"] = _encoded(call.cache_salt)
+        return msgspec.json.encode(counted)
 
     async def count_text_tokens(self, text: str) -> int | None:
         """Count the tokens of a text with /tokenize."""
@@ -180,6 +184,7 @@ PATIENT_WAITS_SECONDS = (*RECORD_WAITS_SECONDS, 0.8, 1.6)
 
 # Passed requests that the bundled engine computes like prompts, by their names.
 _POOLED = frozenset({"rerank", "score", "v2/rerank"})
+_TOKENIZED = frozenset({"tokenize", "detokenize"})  # passed requests that it computes in the turn of their salt
 
 
 class Warmpath(VLLM):
@@ -191,6 +196,7 @@ class Warmpath(VLLM):
 
     has_usage_records = True
     accepts_deadlines = True
+    salts_counts = True
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
@@ -205,12 +211,14 @@ class Warmpath(VLLM):
         supports only one verbosity, so a verbosity that is only a hint is omitted.
 
         Embeddings, reranks and scores have a cache salt and a priority, too: the engine computes them with its prefix
-        cache, in the same batches.
+        cache, in the same batches. Texts to tokenise have a salt alone, by which tenants take turns.
         """
         fields = super().body_fields(call)
-        if call.operation is Operation.EMBEDDING or (call.passed is not None and call.passed.name in _POOLED):
-            if call.cache_salt:
-                fields["cache_salt"] = _encoded(call.cache_salt)
+        passed = None if call.passed is None else call.passed.name
+        is_pooled = call.operation is Operation.EMBEDDING or passed in _POOLED
+        if call.cache_salt and (is_pooled or passed in _TOKENIZED):
+            fields["cache_salt"] = _encoded(call.cache_salt)
+        if is_pooled:
             fields["priority"] = self._priority(call)
         if "verbosity" in call.hints:
             fields.pop("verbosity", None)

@@ -112,17 +112,22 @@ def test_a_verbosity_that_is_only_a_hint_is_omitted(provider: Any) -> None:
         assert made.unsupported_error(required) is not None
 
 
-def test_embeddings_and_reranks_have_a_salt_and_a_priority_at_the_bundled_engine_only() -> None:
+def test_what_the_bundled_engine_computes_has_a_salt_and_a_priority_and_what_it_tokenises_a_salt() -> None:
     ours = {"model": "m", "cache_salt": "salt-of-the-tenant", "priority": 10}
     for provider, expected in (("vllm", {"model": "m"}), ("warmpath", ours)):
         assert rendered(provider, operation=Operation.EMBEDDING) == expected
         made = make_provider(
             Deployment(name="d", provider=provider, base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
         )
-        for name in ("rerank", "v2/rerank", "score", "tokenize"):
+        for name in ("rerank", "v2/rerank", "score"):
             passed = PassedRequest(name, f"/{name}", "application/json", 2)
             request = msgspec.structs.replace(call(FORGED, operation=Operation.PASSED), passed=passed, has_prefix=False)
-            assert msgspec.json.decode(made.render(request)) == ({"model": "m"} if name == "tokenize" else expected)
+            assert msgspec.json.decode(made.render(request)) == expected
+        for name in ("tokenize", "detokenize"):
+            passed = PassedRequest(name, f"/{name}", "application/json", 2)
+            request = msgspec.structs.replace(call(FORGED, operation=Operation.PASSED), passed=passed, has_prefix=False)
+            without_priority = {field: value for field, value in expected.items() if field != "priority"}
+            assert msgspec.json.decode(made.render(request)) == without_priority
 
 
 def test_usage_is_requested_at_the_end_of_a_stream() -> None:
@@ -178,6 +183,7 @@ def test_usage_in_every_chunk_is_requested_if_the_policy_enables_it() -> None:
     assert options == {"include_usage": True, "continuous_usage_stats": True}
 
 
+@pytest.mark.parametrize(("provider_name", "salted"), [("vllm", False), ("warmpath", True)])
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -186,15 +192,18 @@ def test_usage_in_every_chunk_is_requested_if_the_policy_enables_it() -> None:
         (json_response(b"[]"), None),
     ],
 )
-async def test_a_prompt_is_counted_by_the_server_s_tokenizer(answer: bytes, expected: int | None) -> None:
+async def test_a_prompt_is_counted_by_the_server_s_tokenizer(
+    answer: bytes, expected: int | None, provider_name: str, salted: bool
+) -> None:
     fields = b'{"model": "ours", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
     async with HTTPTransport() as transport, ScriptedServer(answering(answer)) as server:
-        deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="m")
+        deployment = Deployment(name="d", provider=provider_name, base_url=server.base_url, model="m")
         provider = make_provider(deployment, transport, resolve_nothing)
         assert await provider.count_prompt_tokens(call(fields)) == expected
     (received,) = server.requests
     assert received.head == "POST /tokenize HTTP/1.1"
-    assert msgspec.json.decode(received.body) == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    salt = {"cache_salt": "salt-of-the-tenant"} if salted else {}
+    assert msgspec.json.decode(received.body) == {"model": "m", "messages": [{"role": "user", "content": "hi"}], **salt}
 
 
 async def test_the_openai_provider_counts_no_tokens() -> None:
