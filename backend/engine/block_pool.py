@@ -107,6 +107,15 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 self._free_list_of(block)[block] = None
 
+    def drop(self, block_hashes: Sequence[bytes]) -> None:
+        """Evicts the blocks with these hashes now, as far as they are free."""
+        for block_hash in reversed(block_hashes):
+            block = self._index.get(block_hash)
+            if block is not None and self._ref_counts[block] == 0:
+                del self._free_list_of(block)[block]
+                self._evict(block, block_hash)
+                self._uncached[block] = None
+
     def clear(self) -> None:
         """Drops the whole prefix cache. Blocks in use stay in use, but can no longer be found."""
         self._index.clear()
@@ -134,15 +143,19 @@ class BlockPool:
         """Takes the first block of the first free list that has any, and evicts what it caches."""
         block, _ = next(filter(None, self._free_lists)).popitem(last=False)
         if (block_hash := self._hashes[block]) is not None:
-            del self._index[block_hash]
-            self._hashes[block] = None
-            is_saved = self.tier is not None and self.tier.save(block_hash, block, background=self._background[block])
-            if self._listener and not is_saved:
-                self._listener.removed(block_hash)
+            self._evict(block, block_hash)
         self.versions[block] += 1
         self._ref_counts[block] = 1
         self._background[block] = background
         return block
+
+    def _evict(self, block: int, block_hash: bytes) -> None:
+        """A free block is found no longer, except in the second tier."""
+        del self._index[block_hash]
+        self._hashes[block] = None
+        is_saved = self.tier is not None and self.tier.save(block_hash, block, background=self._background[block])
+        if self._listener and not is_saved:
+            self._listener.removed(block_hash)
 
     # -- Optional: the second tier (host_tier.py). Skip on a first reading. -------------------------------------------
 

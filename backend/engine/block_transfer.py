@@ -84,6 +84,11 @@ class BlockTransfer:
         self._pool.allocate(0, cached, background=True)
         self._pool.free(cached)
 
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        """Evicts the cached blocks with these hashes that no request uses: another engine has them now."""
+        self._pool.drop(hashes)
+        self._pool.end_step()
+
     def _num_saved(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks are in the host tier."""
         tier = self._pool.tier

@@ -19,6 +19,17 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSource:
+    """The engine from which a request loads its prompt's blocks.
+
+    If a conversation moves, that engine drops what it has sent, except for the first `kept_tokens` of the prompt.
+    """
+
+    peer: Peer
+    kept_tokens: int | None = None  # None: it drops nothing
+
+
+@dataclass(frozen=True, slots=True)
 class PeerRule:
     """Matches a host, a host's port, or all addresses of a network. Names are compared as text and never resolved."""
 

@@ -33,6 +33,7 @@ from backend.kv_transfer.block_stream import BlockReader, StreamFault
 from backend.kv_transfer.peers import Peer, PeerRule, is_allowed
 
 PATH = "/kv_blocks"
+KEPT_HEADER = "x-kv-blocks-kept"  # of the request: how many of the first blocks the peer keeps; without it, all
 LOADS_MAX = 4  # at once; further ones wait within their time limit
 PAUSE_SECONDS = 10.0  # after a peer failed, in which no request waits for it
 
@@ -84,7 +85,7 @@ class _Connection:
         self.has_begun = False
         self._stopped = False
 
-    def request(self, hashes: Sequence[bytes], request_id: str) -> None:
+    def request(self, hashes: Sequence[bytes], request_id: str, kept: int | None) -> None:
         """Sends the request and reads the head of the response. Raises StreamFault if that has an error status."""
         self.raise_if_stopped()
         self.has_begun = True
@@ -92,6 +93,8 @@ class _Connection:
         self._socket = self._http.sock
         self.raise_if_stopped()  # `stop` may have missed the socket
         headers = {"content-type": "application/octet-stream", "x-request-id": request_id}
+        if kept is not None:
+            headers[KEPT_HEADER] = str(kept)
         self._http.request("POST", PATH, b"".join(hashes), headers)
         self._response = self._http.getresponse()
         if self._response.status != http.client.OK:
@@ -143,10 +146,11 @@ class PrefixLoader:
         """Starts no further load. Does not wait for those that run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def load(self, request: Request, peer: Peer, seconds: float) -> Transfer:
+    async def load(self, request: Request, peer: Peer, seconds: float, kept_tokens: int | None = None) -> Transfer:
         """Loads the blocks of the prompt that the cache lacks, for at most `seconds`. Raises nothing but cancellation.
 
-        `request` must not have been submitted yet.
+        `request` must not have been submitted yet. The peer drops what it has sent, except for the first `kept_tokens`
+        of the prompt; None: it drops nothing.
         """
         transfer = Transfer(peer)
         is_paused = asyncio.get_running_loop().time() < self._paused_until.get(peer, 0.0)
@@ -163,7 +167,7 @@ class PrefixLoader:
         connection = _Connection(peer, limit or self._seconds_max)
         try:
             async with asyncio.timeout(limit):
-                work = self._threads.submit(self._load, request, transfer, connection)
+                work = self._threads.submit(self._load, request, transfer, connection, kept_tokens)
                 transfer.outcome = await asyncio.wrap_future(work)
         except TimeoutError:
             transfer.outcome = Outcome.TIMEOUT
@@ -182,11 +186,11 @@ class PrefixLoader:
         paused = {each: until for each, until in self._paused_until.items() if until > now}
         self._paused_until = paused | {peer: now + PAUSE_SECONDS}
 
-    def _load(self, request: Request, transfer: Transfer, connection: _Connection) -> Outcome:
+    def _load(self, request: Request, transfer: Transfer, connection: _Connection, kept_tokens: int | None) -> Outcome:
         """Runs on a thread, and adds to the counts of `transfer`. `load` may not wait for its result."""
         try:
             with closing(connection):
-                return self._load_missing(request, transfer, connection)
+                return self._load_missing(request, transfer, connection, kept_tokens)
         except StreamFault as fault:
             logger.warning("KV blocks cannot be loaded from %s: %s", transfer.peer, fault)
             return Outcome(fault.kind)
@@ -198,12 +202,17 @@ class PrefixLoader:
         except EngineError:
             return Outcome.ENGINE_STOPPED
 
-    def _load_missing(self, request: Request, transfer: Transfer, connection: _Connection) -> Outcome:
+    def _load_missing(
+        self, request: Request, transfer: Transfer, connection: _Connection, kept_tokens: int | None
+    ) -> Outcome:
         missing = self._engine.call(partial(self._blocks.find_missing, request)).result()
         hashes = missing.hashes
         if not hashes:
             return Outcome.NOT_NEEDED
-        connection.request(hashes, request.request_id)
+        kept = None
+        if kept_tokens is not None:
+            kept = max(0, -(-kept_tokens // self._layout.block_size) - missing.first)
+        connection.request(hashes, request.request_id, kept)
         reader = BlockReader(connection.read_into, self._layout)
         reader.read_header()
         num_read, written = 0, _nothing_written()

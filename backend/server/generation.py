@@ -21,7 +21,7 @@ from typing import Self
 
 from backend.engine.outputs import StepOutput
 from backend.engine.request import RequestStatus
-from backend.kv_transfer.peers import Peer
+from backend.kv_transfer.peers import BlockSource
 from backend.kv_transfer.prefix_loader import PrefixLoader, Transfer
 from backend.server import semconv
 from backend.server.asgi import HttpExchange
@@ -99,7 +99,7 @@ class Generation:
             self._measure(timings)
         self._components.tracer.record(self._record(timings, error))
 
-    async def _load_blocks(self, source: Peer, transfer: KvTransfer, loader: PrefixLoader) -> None:
+    async def _load_blocks(self, source: BlockSource, transfer: KvTransfer, loader: PrefixLoader) -> None:
         """Loads the blocks of all prompts that are not cached. The choices of a prompt share its blocks."""
         self._loading_ns = time.time_ns()
         # Replaced when the block ends. If the client leaves before, nothing has been computed for it.
@@ -107,7 +107,10 @@ class Generation:
         num_choices = len(self._task.samplings)
         firsts = [sequence.request for sequence in self.sequences[::num_choices]]
         seconds = firsts[0].deadline - time.time()
-        self._transfers = await asyncio.gather(*(loader.load(request, source, seconds) for request in firsts))
+        kept_tokens = source.kept_tokens if len(firsts) == 1 else None  # it is that of one prompt
+        self._transfers = await asyncio.gather(
+            *(loader.load(request, source.peer, seconds, kept_tokens) for request in firsts)
+        )
         for i, sequence in enumerate(self.sequences):
             sequence.request.num_transferred_tokens = firsts[i // num_choices].num_transferred_tokens
         waited = (time.time_ns() - self._loading_ns) / NANOSECONDS

@@ -1,7 +1,9 @@
 """POST /kv_blocks: sends blocks of the prefix cache to another engine, by their hashes.
 
-`backend/kv_transfer/block_stream.py` defines the format of the request and the response. A hash is unguessable without
-the tokens and the salt that it covers, so a caller gets only what it could compute itself.
+`backend/kv_transfer/block_stream.py` defines the format of the request and the response. With the header
+`x-kv-blocks-kept`, the blocks move: all but the first so many of those that were sent are dropped. A hash is
+unguessable without the tokens and the salt that it covers, so a caller gets, and drops, only what it could compute
+itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from backend.kv_transfer.block_stream import (
     encode_header,
     split_hashes,
 )
+from backend.kv_transfer.prefix_loader import KEPT_HEADER
 from backend.server.asgi import ClientDisconnected, Endpoint, HttpExchange
 from backend.server.components import ServerComponents
 from backend.server.errors import InvalidRequest, Unavailable
@@ -50,24 +53,32 @@ class KvBlocksEndpoint(Endpoint):
             raise InvalidRequest(f"The body must be hashes of {HASH_BYTES} bytes each.")
         if len(body) > self._hashes_max * HASH_BYTES:
             raise InvalidRequest(f"The body has more than {self._hashes_max} hashes, those of the longest prompt.")
+        kept = exchange.headers.get(KEPT_HEADER)
+        if kept is not None and not (kept.isascii() and kept.isdigit() and len(kept) < 10):
+            raise InvalidRequest(f"The header {KEPT_HEADER} must be a number of blocks.")
         if self._num_streams >= STREAMS_MAX:
             raise Unavailable(f"{STREAMS_MAX} engines load blocks already.")
         self._num_streams += 1
         try:
             async with asyncio.timeout(STREAM_SECONDS_MAX):
-                await self._send(exchange, split_hashes(body))
+                hashes = split_hashes(body)
+                sent = await self._send(exchange, hashes)
+                if kept is not None:
+                    self._engine.call(partial(self._blocks.drop, hashes[int(kept) : sent]))
         except TimeoutError as error:
             raise ClientDisconnected from error  # ends the connection, since the response cannot be completed
         finally:
             self._num_streams -= 1
 
-    async def _send(self, exchange: HttpExchange, hashes: Sequence[bytes]) -> None:
+    async def _send(self, exchange: HttpExchange, hashes: Sequence[bytes]) -> int:
+        """Sends the blocks, and returns how many of them are cached."""
         size = blocks_per_batch(self._layout)
         batches = [hashes[i : i + size] for i in range(0, len(hashes), size)]
         exchange.response_headers["content-type"] = "application/octet-stream"
         await exchange.stream(encode_header(self._layout))
         self._engine.call(partial(self._blocks.touch, hashes))
         following = self._read(batches[0])
+        sent = 0
         for number, batch in enumerate(batches, 1):
             content = await asyncio.wrap_future(following)
             is_last = len(content) < len(batch) or number == len(batches)
@@ -75,10 +86,12 @@ class KvBlocksEndpoint(Endpoint):
                 following = self._read(batches[number])
             if len(content):
                 await self._send_batch(exchange, batch, content)
+                sent += len(content)
             if is_last:
                 break
         await exchange.stream(END)
         await exchange.end_stream()
+        return sent
 
     async def _send_batch(self, exchange: HttpExchange, hashes: Sequence[bytes], content: Tensor) -> None:
         entries = await asyncio.wrap_future(self._threads.submit(encode_entries, hashes, content))

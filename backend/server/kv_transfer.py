@@ -7,6 +7,9 @@
 The decode engine loads the prompt's blocks by their hashes, which it computes itself. So a request needs no list of
 blocks, can name an engine that computed them for another request, and gets no block of which it does not know the text
 and the salt.
+
+With `remote_tokens_kept`, which vLLM does not have, the blocks move: the other engine keeps those of so many tokens,
+and drops the others that it has sent.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from urllib.parse import urlsplit
 
 from backend.engine.block_transfer import BlockTransfer
 from backend.kv_transfer.block_layout import BlockLayout
-from backend.kv_transfer.peers import Peer
+from backend.kv_transfer.peers import BlockSource, Peer
 from backend.kv_transfer.prefix_loader import PrefixLoader
 from backend.server.errors import InvalidRequest
 from backend.server.kv_transfer_metrics import KvTransferMetrics
@@ -40,7 +43,7 @@ class KvTransfer:
     engine_id: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
-def block_source(transfer: KvTransfer | None, request: GenerationRequest) -> Peer | None:
+def block_source(transfer: KvTransfer | None, request: GenerationRequest) -> BlockSource | None:
     """The engine from which the prompt's blocks are to be loaded, if the request names one.
 
     Raises InvalidRequest if it asks for what this server does not do.
@@ -60,7 +63,7 @@ def block_source(transfer: KvTransfer | None, request: GenerationRequest) -> Pee
         raise InvalidRequest(f"`{FIELD}.do_remote_prefill` requires an engine with --kv-transfer-peers.", param=FIELD)
     if params.remote_host is None or params.remote_port is None:
         raise InvalidRequest(f"`{FIELD}` requires `remote_host` and `remote_port`.", param=FIELD)
-    return Peer(params.remote_host, params.remote_port)
+    return BlockSource(Peer(params.remote_host, params.remote_port), params.remote_tokens_kept)
 
 
 def response_params(

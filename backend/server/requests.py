@@ -87,6 +87,7 @@ class KvTransferParams(Struct, frozen=True):
     do_remote_prefill: bool | None = None  # this engine is to load the prompt's blocks from the remote one
     remote_host: Annotated[str, Meta(min_length=1, max_length=255)] | None = None
     remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    remote_tokens_kept: Annotated[int, Meta(ge=0)] | None = None  # the remote engine drops the prompt's other blocks
 
 
 class TruncationFields(Struct, frozen=True, kw_only=True):

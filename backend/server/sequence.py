@@ -20,7 +20,7 @@ from backend.engine.pooling import Pooling
 from backend.engine.prompt_images import PromptImages
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
-from backend.kv_transfer.peers import Peer
+from backend.kv_transfer.peers import BlockSource
 from backend.layers.lora import LoraAdapter
 from backend.parsers.base import ContentText, OutputEvent
 from backend.parsers.chained import ChainedParser
@@ -49,7 +49,7 @@ class GenerationTask:
     adapter: LoraAdapter | None = None
     priority: int = 0
     pooling: Pooling | None = None
-    block_source: Peer | None = None  # another engine, from which the prompts' blocks are loaded first
+    block_source: BlockSource | None = None  # another engine, from which the prompts' blocks are loaded first
     earlier_usage: TokenUsage = NO_USAGE  # of the request's earlier tasks, for its usage record
 
 

@@ -213,3 +213,23 @@ def test_integrity_check_names_the_fault(corrupt, fault) -> None:  # type: ignor
     corrupt(pool)
     with pytest.raises(IntegrityError, match=fault):
         pool.check_integrity()
+
+
+def test_dropped_blocks_are_evicted_at_once_unless_they_are_in_use() -> None:
+    listener = Recorder()
+    pool = BlockPool(6, 2, listener)
+    contents = chain((1, 2), (3, 4), (5, 6), (7, 8))
+    table = fill(pool, contents)
+    pool.drop(hashes(contents))
+    assert pool.num_cached == 4, "all of them are in use"
+    pool.free(table[1:])
+    listener.events.clear()
+    pool.drop([*hashes(contents), b"unknown"])
+    assert listener.events == [("removed", content.block_hash) for content in reversed(contents[1:])]
+    assert pool.find_cached_prefix(hashes(contents)) == table[:1]
+    assert pool.num_free == 5
+    pool.check_integrity()
+    other = fill(pool, chain((9, 9), (8, 8)))
+    assert pool.num_cached == 3, "nothing else was evicted"
+    pool.free([*table[:1], *other])
+    pool.check_integrity()

@@ -248,3 +248,41 @@ def test_blocks_that_are_read_while_steps_run_have_the_right_content(load: Load)
     lengths = {len(content) for content in found}
     assert len(lengths) > 1, "the reader has met both states"
     assert all(torch.equal(content, expected[: len(content)]) for content in found)
+
+
+def test_dropped_blocks_are_published_as_kv_events(load: Load) -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.removed_hashes: list[bytes] = []
+            self.num_batches = 0
+
+        def stored(self, block: CachedBlock) -> None:
+            pass
+
+        def removed(self, block_hash: bytes) -> None:
+            self.removed_hashes.append(block_hash)
+
+        def cleared(self) -> None:
+            pass
+
+        def end_step(self) -> None:
+            self.num_batches += 1
+
+    listener = Listener()
+    source, request = load(listener), request_of(PROMPT)
+    run(source, request)
+    batches = listener.num_batches
+    blocks_of(source).drop(request.block_hashes[2:5])
+    assert listener.removed_hashes == [*reversed(request.block_hashes[2:5])]
+    assert listener.num_batches == batches + 1
+    assert len(blocks_of(source).find_missing(request_of(PROMPT)).hashes) == 6
+    source.check_integrity()
+
+
+def test_dropped_blocks_stay_in_the_host_tier(load: Load) -> None:
+    source, request = load(kv_host_bytes=1 << 20), request_of(PROMPT)
+    expected = run(source, request)
+    blocks_of(source).drop(request.block_hashes)
+    assert source.scheduler.pool.num_cached == 0
+    assert not blocks_of(source).find_missing(request_of(PROMPT)).hashes, "they are restored"
+    assert run(source, request_of(PROMPT)) == expected

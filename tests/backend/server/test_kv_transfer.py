@@ -110,6 +110,28 @@ def test_the_second_request_finds_the_blocks_in_the_cache(prefill: RunningServer
     assert complete(decode, cache_salt="twice") == (expected, FULL_TOKENS)
 
 
+def test_blocks_that_move_leave_the_other_engine(prefill: RunningServer, decode: RunningServer) -> None:
+    expected, _ = complete(prefill, cache_salt="moves")
+    kept_tokens = 20 * BLOCK_TOKENS - 3  # in the 20th block
+    params = source(prefill) | {"remote_tokens_kept": kept_tokens}
+    assert complete(decode, cache_salt="moves", kv_transfer_params=params) == (expected, FULL_TOKENS)
+    again = {"prompt": PROMPT[: 40 * BLOCK_TOKENS + 1], **ANSWER, "max_tokens": 1, "cache_salt": "moves"}
+    usage = post(prefill, "/v1/completions", again)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 20 * BLOCK_TOKENS
+    assert complete(decode, cache_salt="moves") == (expected, FULL_TOKENS)
+    assert prefill.metric("warmpath:integrity") == 1
+
+
+def test_blocks_of_several_prompts_are_copied(prefill: RunningServer, decode: RunningServer) -> None:
+    """What stays is a number of tokens of one prompt."""
+    two = {"prompt": [PROMPT[:200], PROMPT[200:400]], **ANSWER, "max_tokens": 1, "cache_salt": "two"}
+    post(prefill, "/v1/completions", two)
+    params = source(prefill) | {"remote_tokens_kept": 0}
+    for server, fields in ((decode, {"kv_transfer_params": params}), (prefill, {})):
+        usage = post(server, "/v1/completions", two | fields)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * 192
+
+
 def test_a_tenant_gets_no_block_of_another_salt(prefill: RunningServer, decode: RunningServer) -> None:
     expected, _ = complete(prefill, cache_salt="tenant a")
     assert complete(decode, cache_salt="tenant b", kv_transfer_params=source(prefill)) == (expected, 0)
@@ -290,6 +312,7 @@ def test_what_a_server_does_not_do_is_rejected_by_name(
     assert "exclude each other" in message(prefill, kv_transfer_params=FOR_ANOTHER | {"do_remote_prefill": True})
     assert "`remote_host` and `remote_port`" in message(decode, kv_transfer_params={"do_remote_prefill": True})
     message(decode, kv_transfer_params=source_at(70_000))
+    message(decode, kv_transfer_params=source_at(80) | {"remote_tokens_kept": -1})
 
 
 def test_blocks_are_served_only_by_an_engine_that_was_told_to(prefill: RunningServer, decode: RunningServer) -> None:
@@ -298,6 +321,9 @@ def test_blocks_are_served_only_by_an_engine_that_was_told_to(prefill: RunningSe
     longest = httpx2.get(f"{prefill.url}/v1/models").json()["data"][0]["max_model_len"] // BLOCK_TOKENS
     for body in (b"", bytes(33), bytes(32 * (longest + 1))):
         assert httpx2.post(f"{prefill.url}/kv_blocks", content=body).status_code == 400
+    for kept in ("-1", "1.5", "x", "9" * 5000):
+        reply = httpx2.post(f"{prefill.url}/kv_blocks", content=bytes(32), headers={"x-kv-blocks-kept": kept})
+        assert (reply.status_code, "x-kv-blocks-kept" in reply.text) == (400, True)
     assert httpx2.post(f"{prefill.url}/kv_blocks", content=bytes(32 * longest)).status_code == 200
     unknown = httpx2.post(f"{prefill.url}/kv_blocks", content=bytes(64))
     assert unknown.headers["content-type"] == "application/octet-stream"
