@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator.live RESULTS.json ... [--timing CALIBRATION.json] [--processors 2]
     python -m benchmarks.simulator.live --predict RESULTS.json [--cells KIND:BLOCKS:CONCURRENCY ...] [--rounds 8]
-        [--variations 1]
+        [--variations 1] [--transfers]
 
 Simulates each run of a result of `peers.py`, with the same conversations, and prints both figures. With `--predict`,
 simulates cells without measurements, by default all, and prints them as `peers.py` prints its own. The file has the
@@ -36,7 +36,7 @@ from benchmarks.simulator.calibrate import CALLS, STEPS
 from benchmarks.simulator.calibrate import RESULTS as CALIBRATIONS
 from benchmarks.warm_paths import peers
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS
-from benchmarks.warm_paths.stack import DEMO_WEIGHTS
+from benchmarks.warm_paths.stack import DEMO_WEIGHTS, LOADED_TOKENS_PER_SECOND
 from benchmarks.warm_paths.traffic import KINDS, Messages, Turns, traffic
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
@@ -113,18 +113,24 @@ def _block_hashes(token_ids: Sequence[int]) -> Iterator[int]:
 
 
 def simulate(
-    trace: TrafficTrace, router: str, cache_tokens: int, timing: EngineSpeed, processors: float
+    trace: TrafficTrace, router: str, cache_tokens: int, timing: EngineSpeed, processors: float, *, transfers: bool
 ) -> dict[str, float]:
     """The figures of `peers.py`, predicted."""
     strategy, reports = ROUTERS[router]
     site = SimulatedSite(
-        _policy(), cache_tokens, timing, reports=reports, block_tokens=BLOCK_TOKENS, processors=processors
+        _policy(transfers=transfers),
+        cache_tokens,
+        timing,
+        reports=reports,
+        block_tokens=BLOCK_TOKENS,
+        processors=processors,
     )
     return _figures(Replay(trace, site, STRATEGIES[strategy], holds=strategy == OURS).run())
 
 
-def _policy() -> Policy:
-    return default_policy(ENGINES, max_concurrency=64)
+def _policy(*, transfers: bool) -> Policy:
+    loads = {"provider": "warmpath", "kv_transfer_tokens_per_second": LOADED_TOKENS_PER_SECOND} if transfers else {}
+    return default_policy(ENGINES, max_concurrency=64, **loads)
 
 
 def _figures(result: ReplayResult) -> dict[str, float]:
@@ -202,6 +208,7 @@ def compare_with(
                 row["cache_tokens"],
                 calibration.of(row["router"], number),
                 processors,
+                transfers=row.get("transfers", False),
             )
             for number in range(variations)
         ]
@@ -236,7 +243,7 @@ def _means(name: str, rounds: Sequence[tuple[Mapping[str, Any], Sequence[Mapping
 
 def predict(
     file: Path, cells: Sequence[peers.Cell], rounds: int, conversations: int, seed: int,
-    calibration: Calibration, processors: float, variations: int = 1,
+    calibration: Calibration, processors: float, variations: int = 1, *, transfers: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Simulate the runs of these cells that the file does not have. Returns all runs of the file.
 
@@ -259,8 +266,9 @@ def predict(
             trace = trace or maker.trace(traffic(kind, conversations, seed + number), 1)
             of_cell = varied_order(replace(trace, concurrency=cell.concurrency), variation)
             timing = calibration.of(router, variation)
-            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, timing, processors)
-            rows.append(run | {name: round(value, 4) for name, value in made.items()})
+            loads = transfers and router in peers.OURS
+            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, timing, processors, transfers=loads)
+            rows.append(run | {"transfers": loads} | {name: round(value, 4) for name, value in made.items()})
             text = ",\n".join(map(json.dumps, rows))
             file.write_text(f'{{"simulated": true, "engines": {ENGINES}, "runs": [\n{text}\n]}}\n')
     return rows
@@ -273,6 +281,7 @@ def main() -> None:
     parser.add_argument("--cells", type=peers.read_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="of these")
     parser.add_argument("--rounds", type=int, default=1, help="to predict, each with other conversations")
     parser.add_argument("--variations", type=int, default=1, help="of each round to predict, with other step times")
+    parser.add_argument("--transfers", action="store_true", help="of cells to predict, as `peers.py` has it")
     parser.add_argument("--timing", type=Path, help="a result of benchmarks.simulator.calibrate; default: the newest")
     parser.add_argument("--processors", type=float, default=2.0, help="that the engines share")
     parser.add_argument("--conversations", type=int, default=12, help="as in the measured runs")
@@ -284,8 +293,9 @@ def main() -> None:
         return
     cells = args.cells or [peers.Cell(*one) for one in itertools.product(KINDS, peers.BLOCKS, peers.CONCURRENCY)]
     rows = predict(
-        args.predict, cells, args.rounds, args.conversations, args.seed, calibration, args.processors, args.variations
-    )
+        args.predict, cells, args.rounds, args.conversations, args.seed, calibration, args.processors, args.variations,
+        transfers=args.transfers,
+    )  # fmt: skip
     print("\n".join(peers.summary(rows)))
 
 

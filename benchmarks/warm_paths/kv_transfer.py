@@ -29,11 +29,9 @@ import httpx2
 
 from benchmarks.warm_paths.conversations import Conversation, conversations
 from benchmarks.warm_paths.run import RESULTS, Tokenizer, ideal_share, machine, replay
-from benchmarks.warm_paths.stack import engine, gateway, long_demo_model
+from benchmarks.warm_paths.stack import LOADED_TOKENS_PER_SECOND, TRANSFERS, engine, gateway, long_demo_model
 
 BLOCKS = 6000  # of each engine: more than all conversations have
-TRANSFERS = ("--kv-transfer", "--kv-transfer-peers", "127.0.0.1")
-TOKENS_PER_SECOND = 50_000  # of the loopback interface, as measured with benchmarks.engine.kv_transfer
 
 
 def measure(work: list[Conversation], slots: int, concurrency: int, *, transfers: bool) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def measure(work: list[Conversation], slots: int, concurrency: int, *, transfers
             for name in ("a", "b")
         ]
         if transfers:
-            deployments = [one | {"kv_transfer_tokens_per_second": TOKENS_PER_SECOND} for one in deployments]
+            deployments = [one | {"kv_transfer_tokens_per_second": LOADED_TOKENS_PER_SECOND} for one in deployments]
         url = stack.enter_context(gateway(folder / "gw", deployments, tenants))
         began = time.monotonic()
         served = asyncio.run(replay(url, work, concurrency))

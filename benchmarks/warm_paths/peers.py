@@ -13,6 +13,8 @@ robin. The runs of one cell follow each other directly, so that they meet the sa
     seconds     for all conversations
     busiest     computed prompt tokens of the busiest engine, divided by the mean of the three
 
+The engines can load blocks from each other, which the peers do not use. With `--transfers`, Warmpath does.
+
 Cells are combinations of a kind of traffic, a size of the caches, and how many conversations run at a time. Without
 options, all cells run, one round after the other. `--cells agents:1024:5 chats:3072:2` runs only these, in this order,
 and all rounds of a cell before the next one. With `--minutes`, no round begins that would not end in this time, judged
@@ -49,7 +51,16 @@ import httpx2
 
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS
 from benchmarks.warm_paths.run import RESULTS, machine
-from benchmarks.warm_paths.stack import MODEL, engine, gateway, key_of, long_demo_model, running
+from benchmarks.warm_paths.stack import (
+    LOADED_TOKENS_PER_SECOND,
+    MODEL,
+    TRANSFERS,
+    engine,
+    gateway,
+    key_of,
+    long_demo_model,
+    running,
+)
 from benchmarks.warm_paths.traffic import KINDS, Messages, Turns, traffic
 
 ENGINES = 3
@@ -113,8 +124,15 @@ async def _send(client: httpx2.AsyncClient, messages: Messages) -> float:
 
 
 @contextlib.contextmanager
-def router(name: str, folder: Path, deployments: Sequence[dict[str, Any]], programs: dict[str, Path]) -> Iterator[str]:
-    """Run one router before these deployments. Yields its URL."""
+def router(
+    name: str,
+    folder: Path,
+    deployments: Sequence[dict[str, Any]],
+    programs: dict[str, Path],
+    *,
+    transfers: bool = False,
+) -> Iterator[str]:
+    """Run one router before these deployments. Yields its URL. `transfers`: ours lets engines load blocks."""
     if name in programs:
         with _peer(programs[name], folder, [one["base_url"].removesuffix("/v1") for one in deployments]) as url:
             yield url
@@ -124,6 +142,8 @@ def router(name: str, folder: Path, deployments: Sequence[dict[str, Any]], progr
         one if name == OURS[0] else {field: value for field, value in one.items() if field not in signals}
         for one in deployments
     ]
+    if transfers:
+        chosen = [one | {"kv_transfer_tokens_per_second": LOADED_TOKENS_PER_SECOND} for one in chosen]
     strategy = "round_robin" if name == ROUND_ROBIN else "prefix_affinity"
     with gateway(folder, chosen, [TENANT], routing={"strategy": strategy}) as url:
         yield url
@@ -172,18 +192,22 @@ def _counters(url: str) -> tuple[float, float]:
     return found["prefix_cache_queries"], found["prefix_cache_hits"]
 
 
-def measure(name: str, cell: Cell, work: Sequence[Turns], programs: dict[str, Path]) -> dict[str, Any]:
+def measure(
+    name: str, cell: Cell, work: Sequence[Turns], programs: dict[str, Path], *, transfers: bool
+) -> dict[str, Any]:
     """One run of one router in one cell."""
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
         model = long_demo_model(folder)
         started = [
-            engine(folder / f"e{number}", model, cell.blocks, prompt_tokens_details=name != "warmpath/nothing")
+            engine(
+                folder / f"e{number}", model, cell.blocks, *TRANSFERS, prompt_tokens_details=name != "warmpath/nothing"
+            )
             for number in range(ENGINES)
         ]
         with ThreadPoolExecutor(ENGINES) as threads:
             engines = list(threads.map(stack.enter_context, started))
-        url = stack.enter_context(router(name, folder / "router", engines, programs))
+        url = stack.enter_context(router(name, folder / "router", engines, programs, transfers=transfers))
         for one in engines:
             _warm_up(one["base_url"])
         before = [_counters(one["base_url"]) for one in engines]
@@ -198,6 +222,7 @@ def measure(name: str, cell: Cell, work: Sequence[Turns], programs: dict[str, Pa
     ttfts = sorted(client.ttfts)
     return {
         "router": name,
+        "transfers": transfers and name in OURS,
         "requests": len(ttfts),
         "cached": round(sum(cached) / sum(prompt), 4),
         "ttft_mean_ms": round(statistics.fmean(ttfts) * 1000),
@@ -224,6 +249,7 @@ def main() -> None:
     parser.add_argument(
         "--routers", nargs="*", default=[*OURS, VLLM, SGLANG], choices=[*OURS, ROUND_ROBIN, VLLM, SGLANG]
     )
+    parser.add_argument("--transfers", action="store_true", help="ours lets engines load blocks from each other")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the results; runs that it has are not repeated")
@@ -249,7 +275,7 @@ def main() -> None:
             continue
         work = traffic(cell.kind, args.conversations, args.seed + number)
         for name in missing:
-            rows.append(run | measure(name, cell, work, programs))
+            rows.append(run | measure(name, cell, work, programs, transfers=args.transfers))
             print(json.dumps(rows[-1]), flush=True)
             result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "engines": ENGINES, "runs": rows}
             out.write_text(json.dumps(result, indent=1) + "\n")

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 DEMO_WEIGHTS = ROOT / "backend" / "demo_model" / "weights"
 MODEL = "demo"
 CONTEXT_TOKENS = 16_384
+TRANSFERS = ("--kv-transfer", "--kv-transfer-peers", "127.0.0.1")  # an engine's options
+LOADED_TOKENS_PER_SECOND = 100_000  # of the demo model, over loopback, as measured with benchmarks.simulator.loads
 START_SECONDS_MAX = 120.0
 STOP_SECONDS_MAX = 30.0
 

@@ -23,6 +23,7 @@ from gateway.cli.common import (
 )
 from gateway.policy import Policy
 from gateway.policy.fields import parse_count
+from gateway.routing.block_source import OVERHEAD_SECONDS
 from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, StrategySummary, compare, prefill_rate_for_load
@@ -164,6 +165,8 @@ def simulate(
     capacity_tokens = _capacity(capacity, traffic)
     speed = EngineSpeed.of_rate(rate := _rate(traffic, deployments, load, prefill_rate))
     simulated_policy = _policy(policy, deployments)
+    if (loaded_per_second := simulated_policy.deployments[0].kv_transfer_tokens_per_second) is not None:
+        speed = dataclasses.replace(speed, load=OVERHEAD_SECONDS, load_token=1 / loaded_per_second)
     site = SimulatedSite(simulated_policy, capacity_tokens, speed, reports=reports, gateways=gateways)
     summaries = _compared(traffic, site, names, hints=hints)
     title = (
@@ -201,7 +204,7 @@ def _policy(path: Path | None, deployments: int) -> Policy:
         return default_policy(deployments)
     given = policy_or_exit(path, checks=ANYWHERE)
     if any(deployment.role for deployment in given.deployments):
-        print_stderr("`role` is ignored: each simulated deployment computes its prompts itself, and loads none")
+        print_stderr("`role` is ignored: each simulated deployment computes prompts and answers")
         without = tuple(deployment.model_copy(update={"role": None}) for deployment in given.deployments)
         given = given.model_copy(update={"deployments": without})
     return policy_for(given, deployments)

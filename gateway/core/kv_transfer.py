@@ -51,9 +51,19 @@ def read_answer(body: bytes) -> tuple[msgspec.Raw | None, bytes]:
     return (msgspec.Raw(params) if params not in (b"null", b"{}") else None), bytes(answer.usage)
 
 
-@lru_cache(maxsize=1_000)
-def load_from(base_url: str) -> msgspec.Raw:
-    """Params with which the bundled engine loads a prompt's blocks from the engine at `base_url`, if that has them."""
-    url = urlsplit(base_url)
-    params = {"do_remote_prefill": True, "remote_host": url.hostname, "remote_port": url.port or 80}
+def load_from(base_url: str, kept_tokens: int | None = None) -> msgspec.Raw:
+    """Params with which the bundled engine loads a prompt's blocks from the engine at `base_url`, if that has them.
+
+    That engine keeps the blocks of the first `kept_tokens` of them, and drops the others. None: it keeps all.
+    """
+    host, port = _address(base_url)
+    params: dict[str, object] = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+    if kept_tokens is not None:
+        params["remote_tokens_kept"] = kept_tokens
     return msgspec.Raw(msgspec.json.encode(params))
+
+
+@lru_cache(maxsize=1_000)
+def _address(base_url: str) -> tuple[str | None, int]:
+    url = urlsplit(base_url)
+    return url.hostname, url.port or 80

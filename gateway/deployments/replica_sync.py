@@ -53,6 +53,9 @@ class _PeerCall(msgspec.Struct, array_like=True, frozen=True):
     usage: tuple[str, int, int, int] | None  # call id, input, cached and output tokens
     slot: int | None = None  # the llama.cpp slot, if the deployment has slots
     tenant_name: str = ""  # of a conversation in the working set; else empty
+    moved: tuple[int, int, int] | None = (
+        None  # the deployment whose blocks it took, how many, and how many of them stay
+    )
 
 
 class _PeerMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -140,6 +143,8 @@ class PeerReports:
         for call in decoded.calls:
             if (deployment := deployments.get(call.deployment)) is not None:
                 _apply_call(call, deployment, now)
+            if call.moved is not None and (source := deployments.get(call.moved[0])) is not None:
+                source.cache.give_up(call.fingerprint[: call.moved[1]], call.moved[2])
 
     def expire_silent(self, now: float) -> None:
         """Drop the load of peers that have published nothing for `SILENT_SECONDS`."""
@@ -212,9 +217,10 @@ def _peer_call(sent: SentCall) -> _PeerCall:
     prompt = sent.prompt
     chain = tuple(prompt.chain)
     deployment_id = sent.deployment.shared_id
+    moved = None if sent.moved is None else (sent.moved.source.shared_id, sent.moved.matched, sent.moved.kept)
     return _PeerCall(
         deployment_id, chain, prompt.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot,
-        sent.tenant_name,
+        sent.tenant_name, moved,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.prefix.conversation import Conversation
 from gateway.prefix.events.block_index import FinishedCall
@@ -14,17 +14,30 @@ if TYPE_CHECKING:
     from gateway.deployments.state import DeploymentState
 
 
+LOADED_SHARE_MIN = 0.25  # of the cached tokens that are expected: with fewer, a load has failed
+
+
+class MovedBlocks(NamedTuple):
+    """What a deployment drops because a call's deployment loads it: of `matched` blocks all but the first `kept`."""
+
+    source: DeploymentState
+    matched: int
+    kept: int
+
+
 class SentCall:
     """A call at a deployment, from the sending of its request to its end. Updates the deployment's estimates."""
 
     __slots__ = (
         "_conversation",
+        "_load_failed",
         "_matched",
         "_working_set",
         "blocks_from",
         "cache_slot",
         "deployment",
         "may_be_held",
+        "moved",
         "predicted_cached_tokens",
         "prompt",
         "session",
@@ -45,6 +58,8 @@ class SentCall:
         self.session = call.session
         self.may_be_held = call.may_be_held
         self.blocks_from: str | None = None  # the deployment from which it loads the beginning of the prompt
+        self._load_failed: bool | None = None  # None: it loads nothing, or the reply does not tell
+        self.moved: MovedBlocks | None = None
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
         self._matched = matched = prompt.prediction.matched
         # Computed now, because an equal prompt may finish first and change the calibration.
@@ -59,12 +74,24 @@ class SentCall:
         """The tenant, if the call belongs to a conversation of the working set; else empty."""
         return "" if self._conversation is None else self._conversation.tenant
 
-    def expect_loaded(self, source: DeploymentState, matched: int) -> None:
-        """The deployment will load the prompt's first `matched` blocks from `source`, as far as it lacks them."""
+    def expect_loaded(self, source: DeploymentState, matched: int, *, moves: bool) -> int | None:
+        """The deployment will load the prompt's first `matched` blocks from `source`, as far as it lacks them.
+
+        If the prompt continues a conversation and `moves` is true, `source` drops what only this conversation has, so
+        that the two caches have one copy. Returns how many engine tokens it keeps then, since others may share them.
+        """
         prompt, calibration = self.prompt, source.token_calibration  # which knows the prompt
+        chain, tokens = prompt.chain, prompt.prompt_tokens
         self.blocks_from, self._matched = source.name, matched
-        self.predicted_cached_tokens = calibration.predict_cached_tokens(prompt.chain, matched, prompt.prompt_tokens)
+        self.predicted_cached_tokens = calibration.predict_cached_tokens(chain, matched, tokens)
         self.deployment.estimate.expect_cached(prompt, matched * BLOCK_TOKENS)
+        own_part = source.cache.predict(chain).own_part if moves and source.role is None else None
+        if own_part is None:
+            return None
+        kept = own_part + 1 if own_part else 0  # what is shared may end within the next block
+        source.cache.give_up(chain[:matched], kept)
+        self.moved = MovedBlocks(source, matched, kept)
+        return calibration.predict_cached_tokens(chain, kept, tokens)
 
     def first_chunk(self, now: float) -> None:
         """The first chunk arrived: the prompt has been computed."""
@@ -76,6 +103,8 @@ class SentCall:
         Both counts are in the engine's own tokens. Loaded tokens are among them, and tell nothing about the cache.
         """
         if self.blocks_from is not None:
+            if cached_tokens or self.deployment.estimate.reports_cached:
+                self._load_failed = cached_tokens < LOADED_SHARE_MIN * self.predicted_cached_tokens
             return
         blocks = self.deployment.blocks
         evictions_reported = blocks is not None and blocks.reports_all_evictions
@@ -97,6 +126,8 @@ class SentCall:
     def end(self, now: float, *, answered: bool = True) -> None:
         """The response is complete, or will not arrive (`answered=False`). Call it once."""
         output_tokens = 0 if self.usage is None else self.usage[3]
+        if self._load_failed is not None:
+            self.deployment.note_load(now, failed=self._load_failed)
         self.deployment.estimate.end(self.prompt, now, answered=answered, output_tokens=output_tokens)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)

@@ -32,6 +32,8 @@ from gateway.prefix.working_set import RoutedPrompt, WorkingSet
 from gateway.providers.base import Provider
 from gateway.types import Usage
 
+LOADS_FAILED_MAX = 3  # in a row, of blocks of other deployments; then it is not counted on for `LOADS_PAUSE_SECONDS`
+LOADS_PAUSE_SECONDS = 10.0
 FIRST_CHUNKS = 32  # newest times to the first chunk, kept for outlier detection
 
 
@@ -77,6 +79,8 @@ class DeploymentState:
         self.slots_taken = 0  # by permits
         self.background = BackgroundSlots()
         self._plan_limits = PlanLimits()
+        self.loads_resume_at = 0.0  # until then, blocks are not expected to be loaded from other deployments
+        self._loads_failed = 0  # in a row
         self.last_contact_at = 0.0  # of a call or a health check; event-loop seconds
         self.outlier_samples_since = -math.inf  # older samples of `first_chunks` do not count
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, seconds)
@@ -141,6 +145,12 @@ class DeploymentState:
             return False  # the engine reports that requests wait in its own queue
         urgent = self.slots_taken - self.background.taken
         return self.background.taken < self.background.limit(self.slots, urgent, now)
+
+    def note_load(self, now: float, *, failed: bool) -> None:
+        """A reply has shown whether blocks were loaded from another deployment, as they should have been."""
+        self._loads_failed = self._loads_failed + 1 if failed else 0
+        if self._loads_failed >= LOADS_FAILED_MAX:
+            self._loads_failed, self.loads_resume_at = 0, now + LOADS_PAUSE_SECONDS
 
     def is_deprioritised(self, now: float) -> bool:
         """Whether other deployments should go first."""

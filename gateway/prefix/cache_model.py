@@ -227,6 +227,26 @@ class CacheModel:
         del tip.blocks[kept_blocks:]
         tip.settled_blocks = min(tip.settled_blocks, kept_blocks)
 
+    def give_up(self, chain: Sequence[int], kept: int) -> None:
+        """The deployment drops the end of the chain, from block `kept` on, as far as no other chain has it.
+
+        What its responses then lack teaches nothing about its capacity.
+        """
+        path, begin, cut = self._walk(chain)
+        last = len(path) - 1
+        for place in range(last, -1, -1):
+            run = path[place]
+            begin -= cut if cut and place == last else len(run.blocks)
+            is_shared = len(run.children) > (place < last)
+            if is_shared or begin + len(run.blocks) <= kept or run.last_used in self._in_use:
+                return
+            if run.is_cached:
+                self.version += 1
+                if kept > begin:
+                    self._split(run, kept - begin)
+                run.settled = run.settled_blocks = 0
+                self._evict(run)
+
     def clear(self) -> None:
         """The engine was restarted, or dropped its cache. Its capacity is unchanged."""
         self.version += 1

@@ -69,6 +69,18 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
         path, _, cut = self.walk
         return not path[-1].children and (not cut or cut >= REPEATED_SHARE * len(path[-1].blocks))
 
+    @property
+    def own_part(self) -> int | None:
+        """Where the part of the chain begins that only one known prompt has, if the chain continues all of that prompt.
+
+        A block may be missing at its end, which was not full then. None if nothing is known to belong to it alone.
+        """
+        if not self.walk or not self.walk[0] or self.matched < self.remembered:
+            return None
+        path, depth, cut = self.walk
+        length = len(path[-1].blocks)
+        return None if path[-1].children or 0 < cut < length - 1 else depth - (cut or length)
+
 
 class KnownBlocks(msgspec.Struct, frozen=True, gc=False):
     """Blocks of a prompt that the model knew when it was sent: what its response reports the cache's capacity.

@@ -86,6 +86,17 @@ class QueuedPrompts:
         """What it takes to compute these, as a number of tokens at the beginning of a prompt."""
         return self.work - self._done_work(self._first(), now) if self.prompts else 0.0
 
+    def seconds_until(self, prompt: InFlightPrompt, now: float) -> float:
+        """How long it will take until this queued prompt is computed, and those before it."""
+        speed, first = self._speed.fitted(), self._first()
+        work, seconds = -self._done_work(first, now), 0.0
+        for one in self.prompts:
+            work += one.work
+            seconds += speed.fitted_overhead_seconds
+            if one is prompt:
+                break
+        return work / speed.fitted_tokens_per_second + seconds
+
     def _first(self) -> InFlightPrompt:
         """The prompt that is computed now, after all were looked at again whose cached blocks may be evicted."""
         if self._removals != self._cache.removals:

@@ -63,9 +63,9 @@ class AttemptRunner:
         the event-loop time by which the first chunk must arrive. `in_own_task` is True if the attempt runs in a task of
         its own, which its creator may cancel; otherwise it runs in the call's task.
         """
-        deployment, loop = candidate.deployment, attempts.loop
-        if deployment.estimate.queue.tokens:
-            await wait_for_shared_prefill(call, deployment, deadline)
+        deployment, loop, source = candidate.deployment, attempts.loop, candidate.block_source
+        if deployment.estimate.queue.tokens or source is not None:
+            await wait_for_shared_prefill(call, deployment, deadline, None if source is None else source.deployment)
         request = call
         if call.media is not None and self._media is not None:  # before the deployment's own time begins
             fetched = await _with_media(self._media, call, deployment, attempts)
@@ -169,9 +169,10 @@ class _Attempt:
                 self._note_sent()
         sent = self._note_sent()
         if source is not None:
+            params, kept_tokens = self._candidate.kv_transfer, None
             if source.prediction is not None:
-                sent.expect_loaded(source.deployment, source.prediction.matched)
-            params = self._candidate.kv_transfer or load_from(source.deployment.config.base_url)
+                kept_tokens = sent.expect_loaded(source.deployment, source.prediction.matched, moves=params is None)
+            params = params or load_from(source.deployment.config.base_url, kept_tokens)
             request = msgspec.structs.replace(request, kv_transfer=params)
         if sent.cache_slot is not None:
             request = msgspec.structs.replace(request, cache_slot=sent.cache_slot)

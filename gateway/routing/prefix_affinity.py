@@ -2,7 +2,8 @@
 
 The cost is one number, and no threshold of load turns affinity off. All terms are predictions:
 
-    cost = queued                                  until the prompts that were sent before are computed
+    cost = queued                                  until the prompts that were sent before are computed, and until
+                                                   blocks of another deployment are loaded (`block_source.py`)
          + POPULAR_WEIGHT * popular / rate         to compute what many prompts begin with
          + own / rate * (1 + delays + interrupted + overtaken)  to compute the rest, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
@@ -17,7 +18,7 @@ The cost is one number, and no threshold of load turns affinity off. All terms a
                 more, by what attention was measured to cost (`gateway/prefix/prefill_speed.py`)
     popular     the uncached part of a beginning with which more calls begin than the deployments that have it cached
                 should serve (`gateway/prefix/popularity.py`): this call waits for it, and later ones use the copy, too
-    own         the rest of the prompt's uncached part
+    own         the rest of the prompt's uncached part. What is loaded from another deployment counts as cached
     pressure    how many seconds a second of computation delays later calls: utilisation / (1 - utilisation) of all
                 deployments, but at most as many calls as wait while one computes (`FleetTraffic.pressure`)
     delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean of a prompt): the
@@ -25,8 +26,9 @@ The cost is one number, and no threshold of load turns affinity off. All terms a
                 at a time, so they are at most `DELAYED_MAX` times the most that were there at once lately, and those
                 that are queued. An idle one delays no other call, so conversations that evict each other part. The
                 fleet counts, too: in the long run all are equally busy
-    interrupted SLOWDOWN_WEIGHT * in_flight: prompts are computed between the tokens of answers, which end later by that
-    overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt
+    interrupted SLOWDOWN_WEIGHT * in_flight: prompts are computed between the tokens of answers, which end later by
+                that. Calls count that will be sent there once a prefix is computed (`shared_prefill.py`)
+    overtaken   these calls again: they are sent after this prompt
     lost        to compute again what computing the prompt evicts and other calls will need: nothing while the cache has
                 room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
@@ -58,6 +60,7 @@ from gateway.prefix.prefill_speed import PrefillSpeed
 from gateway.prefix.staying import stay_seconds
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
+from gateway.routing.block_source import Holder, find_holders, load_seconds
 from gateway.routing.jump_hash import jump_hash
 from gateway.routing.shortlist import shortlist
 
@@ -93,9 +96,10 @@ class PrefixAffinity:
         traffic = estimates[0].traffic
         pressure, mean_work = traffic.pressure(estimates, now)
         popular = traffic.popular_beginning(chain, len(deployments), cached)
+        holders = find_holders(chain, compared, cached, now)
         prompt = _Prompt(
             prompt_tokens, common_tokens, max(cached), popular, pressure, mean_work, patience,
-            traffic.queued_calls, compared,
+            traffic.queued_calls, compared, holders,
         )  # fmt: skip
         candidates = [
             _candidate(one, prediction, prompt, cached_tokens, speed_of(one.estimate, estimates), now, home)
@@ -133,6 +137,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     patience: float  # what a second of waiting counts
     queued_calls: int  # in the gateway's own queue
     deployments: Sequence[DeploymentState]  # that are compared
+    holders: dict[str, Holder]  # by model, those of these that can send most of it to others
 
 
 def _only_candidate(
@@ -142,7 +147,7 @@ def _only_candidate(
     estimate, prediction = deployment.estimate, deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_work = estimate.traffic.pressure((estimate,), now)
-    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience, 0, (deployment,))
+    prompt = _Prompt(tokens, cached_tokens, cached_tokens, 0, pressure, mean_work, patience, 0, (deployment,), {})
     return _candidate(deployment, prediction, prompt, cached_tokens, estimate.speed.fitted(), now, home)
 
 
@@ -156,30 +161,35 @@ def _candidate(
     tokens, popular, common = prompt.tokens, prompt.popular, prompt.common
     # `prefill_speed.work_of`, without calls: of all that is not cached, of the popular part of it, and of the rest.
     work = popular_work = 0.0
+    own_tokens, queued_seconds = cached_tokens, estimate.queued_seconds(queued_work)
+    if prompt.holders and (holder := prompt.holders.get(deployment.config.model)) is not None:
+        loaded_in_seconds = load_seconds(deployment, holder, cached_tokens, speed, now)
+        if loaded_in_seconds is not None:
+            cached_tokens = holder.tokens
+            queued_seconds = max(queued_seconds, loaded_in_seconds)
     if tokens > cached_tokens:
         work = (tokens - cached_tokens) * (1 + attention * (tokens + cached_tokens) / 2)
         if popular > cached_tokens:
             popular_work = (popular - cached_tokens) * (1 + attention * (popular + cached_tokens) / 2)
     own_work = work - popular_work
-    lost_work = deployment.eviction_loss(tokens - (cached_tokens if cached_tokens > common else common), now)
+    lost_work = deployment.eviction_loss(tokens - (own_tokens if own_tokens > common else common), now)
     typical_work = prompt.mean_work if prompt.mean_work > BLOCK_TOKENS else BLOCK_TOKENS
     own_pressure = math.sqrt(prompt.pressure * estimate.pressure)
     delayed_calls = (queued_work + own_work / 2) / typical_work
     most_calls = DELAYED_MAX * estimate.most_calls + prompt.queued_calls
     delays = own_pressure * (1 + (delayed_calls if delayed_calls < most_calls else most_calls))
-    in_flight = estimate.total_in_flight(now)
+    in_flight = estimate.total_in_flight(now) + estimate.waiting_for_prefix
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
     weighted_work = POPULAR_WEIGHT * popular_work + own_work * own_weight + lost_work * (1 + prompt.pressure)
-    queued_seconds = estimate.queued_seconds(queued_work)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_work / rate
     ttft_seconds = queued_seconds + work / rate + speed.fitted_overhead_seconds
-    if common < cached_tokens == prompt.most and not (popular or lost_work):
+    if common < own_tokens == prompt.most and not (popular or lost_work):
         cost_seconds -= stay_seconds(prediction, map(_ESTIMATE, prompt.deployments))
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
-        deployment, cost_seconds, tokens, int(cached_tokens), queued_work, estimate.in_flight,
+        deployment, cost_seconds, tokens, int(own_tokens), queued_work, estimate.in_flight,
         ttft_seconds, prediction,
     )  # fmt: skip
 

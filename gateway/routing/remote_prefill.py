@@ -75,7 +75,8 @@ class RemotePrefill:
         """
         now = attempts.loop.time()
         ranked = self._rank(call, candidate.deployment, strategy, now)
-        candidate = with_block_source(call, candidate, [*candidates, *ranked], now)
+        if call.has_prefix:
+            candidate = with_block_source(call.fingerprint, candidate, [*candidates, *ranked], now)
         chosen = None if attempts.prefills else _choose(call, candidate, ranked, now)
         if chosen is None or not permit.move_to(chosen.deployment):
             return candidate

@@ -277,7 +277,9 @@ class Router:
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.has_outcome(TOO_SLOW)):
                 floor = None  # one chunk is no rate; and if no deployment is faster, a slow answer beats none
             if deployment.role is None:
-                prepared = with_block_source(call, candidate, candidates, now)
+                prepared = candidate
+                if call.has_prefix:
+                    prepared = with_block_source(call.fingerprint, candidate, candidates, now)
             else:
                 strategy, prepare = self._chosen[call.operation], self._remote_prefill.prepare
                 found = await prepare(call, candidate, candidates, strategy, permit, deadline, attempts)

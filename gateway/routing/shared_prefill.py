@@ -6,6 +6,9 @@ wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that
 deployment meanwhile are computed before these calls, so the router counts by how much each of them delays these. For
 the same reason no call waits if much more is queued than it shares: it is sent at once, and queues behind the first
 call, so the prefix is mostly computed before the engine begins with it.
+
+A call that will load its prefix from another deployment (`block_source.py`) waits in the same way, if that one is still
+computing it.
 """
 
 from __future__ import annotations
@@ -49,10 +52,24 @@ def find_shared_prefill(call: RoutedPrompt, deployment: DeploymentState, now: fl
     return SharedPrefill(shared, WAIT_FACTOR_MAX * queued_tokens / rate)
 
 
-async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadline: float) -> None:
-    """Wait while the deployment computes a prefix that this call needs too. `deadline` is in event-loop seconds."""
+def find_source_prefill(call: RoutedPrompt, source: DeploymentState, now: float) -> SharedPrefill | None:
+    """The prefill of what the call will load from this other deployment. None if that has computed it."""
+    queue = source.estimate.queue
+    shared = queue.find_shared(call.fingerprint) if queue.tokens else None
+    return None if shared is None else SharedPrefill(shared, WAIT_FACTOR_MAX * queue.seconds_until(shared, now))
+
+
+async def wait_for_shared_prefill(
+    call: Call, deployment: DeploymentState, deadline: float, source: DeploymentState | None = None
+) -> None:
+    """Wait while the deployment, or the source of its blocks, computes a prefix that this call needs too.
+
+    `deadline` is in event-loop seconds.
+    """
     loop = asyncio.get_running_loop()
-    shared = find_shared_prefill(call, deployment, loop.time())
+    shared = find_source_prefill(call, source, loop.time()) if source is not None else None
+    if shared is None:
+        shared = find_shared_prefill(call, deployment, loop.time())
     if shared is None:
         return
     prefilled: asyncio.Future[None] = loop.create_future()

@@ -134,6 +134,24 @@ class EngineCache:
             run = run.parent
         table.tip, table.depth, table.private = self._root, 0, 0
 
+    def drop(self, chain: Sequence[int], kept: int) -> None:
+        """Evict the end of a chain, from block `kept` on, as far as no request uses it and nothing continues it."""
+        tip, depth, common, _ = self._find(chain)
+        depth += len(tip.blocks) - common
+        while depth > kept and not tip.pins and not tip.children and tip.parent is not None:
+            parent, count = tip.parent, min(len(tip.blocks), depth - kept)
+            removed = tip.blocks[-count:]
+            if count == len(tip.blocks):
+                del self._unpinned[tip]
+                del parent.children[tip.blocks[0]]
+            else:
+                del tip.blocks[-count:]
+            depth -= count
+            self.findable -= count
+            if self._listener is not None:
+                self._listener.removed(removed[::-1])
+            tip = parent
+
     def clear(self) -> None:
         """Evict everything that no request uses."""
         self._evict(self.findable)

@@ -26,6 +26,8 @@ class EngineSpeed:
     request: float = 0.0  # before a request reaches the scheduler: client, router, server and template
     request_token: float = 0.0  # also before that, per token of the prompt: the tokenizer, and to read the text
     chunk: float = 0.0  # per token of an answer, beside the steps: server, router and client
+    load: float = 0.0  # to load blocks from another engine, before a request reaches the scheduler
+    load_token: float = 0.0  # per token of these blocks
     wait: float = 0.0  # also before a request reaches the scheduler, without computing: such as for an acknowledgement
     step_tokens_max: int = STEP_TOKENS_MAX
     running_max: int = 256  # requests that run at the same time

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, cycle, islice
@@ -29,8 +29,9 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.offline import OfflineProvider
 from gateway.queueing.queue import HELD_RECHECK_SECONDS
 from gateway.queueing.scheduler import QueueScheduler
-from gateway.routing.base import Strategy
-from gateway.routing.shared_prefill import find_shared_prefill
+from gateway.routing.base import Candidate, Strategy
+from gateway.routing.block_source import with_block_source
+from gateway.routing.shared_prefill import find_shared_prefill, find_source_prefill
 from gateway.simulator.baselines import ActualEngine
 from gateway.simulator.engine_cache import EngineCache
 from gateway.simulator.engine_publisher import EVENTS_SECONDS, METRICS_SECONDS, EnginePublisher
@@ -76,6 +77,14 @@ class ReplayedRequest:
     rejections: int = 0  # because the queue was full, after which the client tried again
 
 
+@dataclass(slots=True)
+class _Load:
+    """A request's engine loads blocks from another one, which then keeps the first `kept` of them; None: all."""
+
+    source: Candidate
+    kept_blocks: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _ReplayedCall:
     """A request in progress. While it is queued, it is a `Waiter` of the gateway's scheduler."""
@@ -89,6 +98,7 @@ class _ReplayedCall:
     job: EngineJob
     permit: SlotPermit | None = None
     sent: SentCall | None = None
+    load: _Load | None = None
     waits_for_prefix: bool = False  # it waited for one that another call's prefill computed
     done: bool = False  # no simulated client disconnects
     due: float = math.inf  # equal for all, so the order of arrival decides
@@ -318,12 +328,16 @@ class Replay:
     def _send(self, replayed: _ReplayedCall, permit: SlotPermit, now: float) -> None:
         """What the router does, and then what the engine does."""
         call, gateway = replayed.call, replayed.gateway
-        for candidate in gateway.strategy.order(call, gateway.deployments, now):
-            if permit.move_to(candidate.deployment):
-                break
+        candidates = gateway.strategy.order(call, gateway.deployments, now)
+        candidate = next(one for one in candidates if permit.move_to(one.deployment))
         deployment = candidate.deployment
         replayed.permit = permit
-        shared = find_shared_prefill(call, deployment, now) if self._holds else None
+        shared, source = None, with_block_source(call.fingerprint, candidate, candidates, now).block_source
+        if source is not None:
+            replayed.load = _Load(source)
+            shared = find_source_prefill(call, source.deployment, now)
+        if shared is None and self._holds:
+            shared = find_shared_prefill(call, deployment, now)
         if shared is None:
             self._send_to(deployment, replayed, now)
         else:  # whichever comes first: the end of that prefill, or of the wait
@@ -339,29 +353,69 @@ class Replay:
             deployment.estimate.waiting_for_prefix -= 1
         call, gateway = replayed.call, replayed.gateway
         replayed.sent = deployment.send(call, now)
+        if (load := replayed.load) is not None:
+            source, prediction = load.source.deployment, load.source.prediction
+            assert prediction is not None
+            kept_tokens = replayed.sent.expect_loaded(source, prediction.matched, moves=True)
+            load.kept_blocks = None if kept_tokens is None else -(-kept_tokens // self._block_tokens)
         record = replayed.record
         record.sent, record.deployment = now, gateway.deployments.index(deployment)
         record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
         self._calls[replayed.job] = replayed
         if self._timing.wait > 0:
-            self._at(now + self._timing.wait, partial(self._set_out, record.deployment, replayed.job))
+            self._at(now + self._timing.wait, partial(self._set_out, record.deployment, replayed))
         else:
-            self._set_out(record.deployment, replayed.job, now)
+            self._set_out(record.deployment, replayed, now)
         self._schedule_sync(gateway, now)
 
-    def _set_out(self, index: int, job: EngineJob, now: float) -> None:
-        seconds = self._timing.request + self._timing.request_token * job.prompt_tokens
-        if seconds > 0:
-            self._on_the_way += 1
-            self._share_processors(now)
-            self._at(now + seconds / self._share, partial(self._arrive_at_engine, index, job))
-        else:
-            self._submit(index, job, now)
+    def _set_out(self, index: int, replayed: _ReplayedCall, now: float) -> None:
+        seconds = self._timing.request + self._timing.request_token * replayed.job.prompt_tokens
+        self._compute_for(seconds, partial(self._load, index, replayed), now)
 
-    def _arrive_at_engine(self, index: int, job: EngineJob, now: float) -> None:
-        self._on_the_way -= 1
-        self._submit(index, job, now)
+    def _compute_for(self, seconds: float, then: Callable[[float], None], now: float) -> None:
+        """Use a processor for so many seconds, beside the engines' steps."""
+        if seconds <= 0:
+            then(now)
+            return
+        self._on_the_way += 1
         self._share_processors(now)
+        self._at(now + seconds / self._share, partial(self._computed, then))
+
+    def _computed(self, then: Callable[[float], None], now: float) -> None:
+        self._on_the_way -= 1
+        then(now)
+        self._share_processors(now)
+
+    def _load(self, index: int, replayed: _ReplayedCall, now: float) -> None:
+        """Load the blocks that the engine lacks and the other one has, if any, and then submit the request."""
+        job, load = replayed.job, replayed.load
+        if load is not None:
+            source = replayed.gateway.deployments.index(load.source.deployment)
+            chain = job.chain[: (job.prompt_tokens - 1) // self._block_tokens]
+            held, own = (self._engines[one].cache.match(chain) for one in (source, index))
+            if held > own:
+                seconds = self._timing.load + self._timing.load_token * (held - own) * self._block_tokens
+                then = partial(self._loaded, index, source, job, chain[:held], load.kept_blocks)
+                self._compute_for(seconds, then, now)
+                return
+        self._submit(index, job, now)
+
+    def _loaded(
+        self, index: int, source: int, job: EngineJob, chain: Sequence[int], kept_blocks: int | None, now: float
+    ) -> None:
+        cache = self._engines[index].cache
+        if (table := cache.allocate(chain, len(chain))) is not None:
+            cache.publish(table, chain, job.session)
+            cache.free(table)
+            if kept_blocks is not None:
+                self._engines[source].cache.drop(chain, kept_blocks)
+            self._publish_later(index, now)
+            self._publish_later(source, now)
+        self._submit(index, job, now)
+
+    def _publish_later(self, index: int, now: float) -> None:
+        if self._publishers and self._publishers[index].has_events:
+            self._at(now + EVENTS_SECONDS, self._publishers[index].publish)
 
     def _submit(self, index: int, job: EngineJob, now: float) -> None:
         self._engines[index].submit(job, now)
@@ -383,8 +437,7 @@ class Replay:
                 self._finish(self._calls.pop(job), now)
         self._advance_later(index)
         self._share_processors(now)
-        if self._publishers and self._publishers[index].has_events:
-            self._at(now + EVENTS_SECONDS, self._publishers[index].publish)
+        self._publish_later(index, now)
 
     def _share_processors(self, now: float) -> None:
         """Divide the processors among the engines that compute, the chunks that they send, and requests on the way.

@@ -10,7 +10,8 @@ chunks together. A step takes
 
 A waiting request is admitted when there are blocks for its whole prompt, behind its longest cached prefix. No request
 overtakes another one. Blocks become findable in the step that computes them, blocks of answers included. The last token
-of a prompt is computed even if it is cached. If blocks run out, the request that arrived last is preempted: it
+of a prompt is computed even if it is cached. Blocks of another engine are in the cache before their request is
+submitted (`replay.py`). If blocks run out, the request that arrived last is preempted: it
 waits again, and is computed again from what is still cached. `engine_cache.py` has the blocks and their eviction.
 
 As long as nothing changes, all steps are alike, so the model does not go step by step: a *phase* is a number of equal

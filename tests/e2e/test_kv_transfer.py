@@ -101,7 +101,27 @@ def test_a_conversation_that_moves_is_not_computed_again(stack: Stack) -> None:
     assert engine.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == moved["cache_read"]
     until(lambda: stack.engines[home].metric("vllm:num_requests_running") == 0)
     assert stack.ask(prompt + " And then?")[0] == text
-    assert stack.gateway.metric("warmpath_block_loads_total") == 1, "both have it now"
+    assert stack.gateway.metric("warmpath_block_loads_total") == 1, "both have it: a call was using it at home"
+
+
+def test_a_conversation_that_moves_takes_its_blocks_along(stack: Stack) -> None:
+    """So both caches together have it once. It comes back in the same way."""
+    prompt = long_prompt(4)
+    _, first = stack.ask(prompt)
+    home, away = first["deployment"], other(first["deployment"])
+    tokens = first["input_uncached"]
+    blocker = next(one for one in map(long_prompt, range(10, 30)) if stack.ask(one)[1]["deployment"] == home)
+    with stack.occupy(home, blocker):
+        _, moved = stack.ask(prompt + " And then?")
+        stack.ask(long_prompt(5))
+    sent = stack.engines[away].metric("warmpath:kv_blocks_sent_total")
+    with stack.occupy(away, long_prompt(5)):
+        _, back = stack.ask(prompt + " And then? And then?")
+    assert (moved["deployment"], back["deployment"]) == (away, home)
+    for receipt in (moved, back):
+        assert receipt["cache_read"] > tokens - TEXT_BLOCK_TOKENS
+    all_but_the_template = (tokens - TEXT_BLOCK_TOKENS) // BLOCK_TOKENS
+    assert stack.engines[away].metric("warmpath:kv_blocks_sent_total") - sent >= all_but_the_template
 
 
 def test_a_tenant_gets_no_blocks_of_another_one(stack: Stack) -> None:

@@ -308,3 +308,18 @@ async def test_the_sync_runs_until_cancelled(monkeypatch: pytest.MonkeyPatch) ->
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+def test_a_conversation_that_has_moved_has_moved_for_peers() -> None:
+    one, other = PeerGateway(), PeerGateway()
+    call = long_call()
+    for gateway in (one, other):
+        gateway.a.cache.add(call.fingerprint)
+    sent = one.b.send(call, 0.0)
+    sent.expect_loaded(one.a, len(call.fingerprint), moves=True)
+    sent.first_chunk(0.0)
+    sent.end(0.0)
+    assert one.a.cache.match(call.fingerprint) == 0
+    other.peers.receive(one.peers.make_message(0.0), 0.0)
+    assert other.a.cache.match(call.fingerprint) == 0
+    assert other.b.cache.match(call.fingerprint) == len(call.fingerprint)

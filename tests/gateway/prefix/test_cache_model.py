@@ -222,3 +222,44 @@ def test_a_chain_repeats_a_prompt_if_no_other_one_continues_what_it_has_of_it() 
     assert repeats(*range(18))
     model.resize(20 * BLOCK_TOKENS)
     assert not repeats(*range(18)), "its end was evicted"
+
+
+def test_a_conversation_has_what_no_other_prompt_continues() -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+
+    def own_part(*chain: int) -> int | None:
+        return model.predict(chain).own_part
+
+    assert own_part() is None
+    model.add(range(16))
+    assert own_part(*range(16)) == own_part(*range(18)) == 0
+    assert own_part(*range(15), 100) == 0, "the last block was not full"
+    assert own_part(*range(14), 100) is None, "another conversation with most of it"
+    model.add((*range(8), *range(50, 58)))
+    assert own_part(*range(18)) == 8
+    assert own_part(*range(8)) is None, "two have it"
+    model.resize(20 * BLOCK_TOKENS)
+    assert own_part(*range(18)) is None, "its end was evicted"
+
+
+def test_what_was_given_up_is_not_cached_and_teaches_nothing() -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+    for chain in (range(16), (*range(8), *range(50, 58))):
+        model.add(chain)
+        model.touch(chain)
+    model.give_up(range(18), 10)
+    assert (model.match(range(18)), model.cached_blocks) == (10, 18)
+    assert model.known_parts(model.predict(range(18)))[-1].blocks == 2, "of which a reply shows whether they are there"
+    model.give_up(range(18), 4)
+    assert model.match(range(18)) == 8, "the other one needs the beginning"
+    model.give_up((1, 2, 3), 0)
+    model.give_up((), 0)
+    model.add((*range(8), *range(50, 58)))
+    pin = model.pin((*range(8), *range(50, 58)))
+    model.give_up((*range(8), *range(50, 58)), 8)
+    assert model.match((*range(8), *range(50, 58))) == 16, "a call uses it"
+    model.unpin(pin)
+    model.give_up((*range(8), *range(50, 58)), 8)
+    assert model.cached_blocks == 8
+    model.add(range(18))
+    assert model.match(range(18)) == 18, "it has come back"

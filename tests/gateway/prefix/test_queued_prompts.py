@@ -92,3 +92,11 @@ def test_a_shared_prefill_is_found_among_the_queued_prompts_that_are_long_enough
     assert estimate.queue.find_shared(chain, 50.0 * BLOCK_TOKENS) is None
     third = estimate.begin((*chain[:50], 1000), 51 * BLOCK_TOKENS, now=1.0)
     assert estimate.queue.find_shared((*chain[:50], 1000), float(BLOCK_TOKENS)) is third
+
+
+def test_a_queued_prompt_is_computed_after_those_before_it() -> None:
+    estimate = make_estimate()
+    prompts = [estimate.begin((), tokens, now=0.0) for tokens in (4000, 1000, 2000)]
+    for now, expected in ((0.0, [4, 5, 7]), (1.0, [3, 4, 6])):
+        seconds = [estimate.queue.seconds_until(prompt, now) for prompt in prompts]
+        assert seconds == pytest.approx(expected, abs=0.05)

@@ -101,7 +101,7 @@ async def test_a_deployment_that_was_ejected_during_the_wait_gets_no_request(mon
 
     waited: list[str] = []
 
-    async def wait_for_shared_prefill(call: Call, asked: DeploymentState, deadline: float) -> None:
+    async def wait_for_shared_prefill(call: Call, asked: DeploymentState, deadline: float, source: None) -> None:
         waited.append(asked.name)
         if asked.name == "a":
             asked.breaker.eject(asyncio.get_running_loop().time(), 30.0)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core.kv_transfer import load_from
 from gateway.deployments.fleet import Fleet
-from gateway.deployments.state import DeploymentState
+from gateway.deployments.state import LOADS_PAUSE_SECONDS, DeploymentState
 from gateway.policy import Deployment, Policy
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import UpstreamResponse
@@ -44,7 +44,7 @@ def source_of(call: Call, target: str, deployments: dict[str, DeploymentState]) 
     """From where the target loads the beginning of the call's prompt."""
     candidates = PrefixAffinity().order(call, list(deployments.values()), now=0.0)
     (own,) = (one for one in candidates if one.deployment.name == target)
-    source = with_block_source(call, own, candidates, 0.0).block_source
+    source = with_block_source(call.fingerprint, own, candidates, 0.0).block_source
     return None if source is None else source.deployment.name
 
 
@@ -81,23 +81,122 @@ def test_a_short_prefix_is_not_worth_a_connection() -> None:
     ids=["transfers no blocks", "another model"],
 )
 def test_other_deployments_are_no_source(unfit: dict[str, Any]) -> None:
-    given = policy("a", "b")
+    given = policy("a", "b", "c")
     b = given.deployments[1].model_copy(update=unfit)
-    given = given.model_copy(update={"deployments": (given.deployments[0], b)})
+    given = given.model_copy(update={"deployments": (given.deployments[0], b, given.deployments[2])})
     deployments, call = fleet_of(given), a_call(LONG, given)
     deployments["b"].cache.add(call.fingerprint)
     assert source_of(call, "a", deployments) is None
+    deployments["c"].cache.add(call.fingerprint[:20])
+    assert source_of(call, "a", deployments) == "c", "it has less, but it fits"
 
 
-def test_a_deployment_that_failed_or_still_computes_the_prefix_is_no_source() -> None:
+def test_a_deployment_that_failed_is_no_source() -> None:
     given = policy("a", "b")
     deployments, call = fleet_of(given), a_call(LONG, given)
-    sent = deployments["b"].send(call, 0.0)
-    assert source_of(call, "a", deployments) is None, "it is not computed yet"
-    sent.first_chunk(1.0)
+    deployments["b"].cache.add(call.fingerprint)
     assert source_of(call, "a", deployments) == "b"
     deployments["b"].breaker.eject(0.0, 60.0)
     assert source_of(call, "a", deployments) is None
+
+
+def test_only_an_idle_deployment_waits_for_what_another_one_still_computes() -> None:
+    given = policy("a", "b", "c")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    sent = deployments["b"].send(call, 0.0)
+    assert source_of(call, "a", deployments) == "b"
+    deployments["a"].send(a_call(chat("another prompt " * 500), given), 0.0)
+    assert source_of(call, "a", deployments) is None, "others would overtake it in the queue"
+    sent.first_chunk(1.0)
+    assert source_of(call, "a", deployments) == "b"
+
+
+def test_a_long_queue_is_not_waited_for() -> None:
+    given = policy("a", "b")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    for number in range(3):
+        deployments["b"].send(a_call(chat(f"prompt {number} " * 2000), given), 0.0)
+    deployments["b"].send(call, 0.0)
+    assert source_of(call, "a", deployments) is None
+
+
+def test_blocks_that_are_computed_already_are_preferred() -> None:
+    given = policy("a", "b", "c")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    deployments["b"].send(call, 0.0)
+    deployments["c"].cache.add(call.fingerprint[:-4])
+    assert source_of(call, "a", deployments) == "c"
+
+
+def test_a_call_goes_where_its_prompt_is_loaded_if_the_holder_is_busy() -> None:
+    """Without transfers, it would wait there, and not compute its prompt again."""
+    for rate, expected in ((RATE, "a"), (None, "b")):
+        given = policy("a", "b", kv_transfer_tokens_per_second=rate)
+        deployments, call = fleet_of(given), a_call(LONG, given)
+        deployments["b"].cache.add(call.fingerprint)
+        deployments["b"].send(a_call(chat("another prompt " * 200), given), 0.0)
+        ranked = PrefixAffinity().order(call, list(deployments.values()), now=0.0)
+        assert ranked[0].deployment.name == expected
+        assert ranked[0].matched_tokens == (0 if expected == "a" else len(call.fingerprint) * BLOCK_TOKENS)
+
+
+def test_a_conversation_moves_and_leaves_what_others_share() -> None:
+    given = policy("a", "b")
+    deployments = fleet_of(given)
+    text = LONG["messages"][0]["content"]
+    one, other = (a_call(chat(f"{text} {name} " + f"{name} " * 600), given) for name in ("one", "other"))
+    a, b = deployments["a"], deployments["b"]
+    for call in (one, other):
+        b.cache.add(call.fingerprint)
+    shared = next(depth for depth, block in enumerate(one.fingerprint) if block != other.fingerprint[depth])
+    length = len(one.fingerprint)
+    sent = a.send(one, 0.0)
+    kept_tokens = sent.expect_loaded(b, length, moves=False)
+    assert (kept_tokens, b.cache.match(one.fingerprint)) == (None, length)
+    kept_tokens = sent.expect_loaded(b, length, moves=True)
+    assert kept_tokens == (shared + 1) * BLOCK_TOKENS
+    assert b.cache.match(one.fingerprint) == shared + 1
+    assert b.cache.match(other.fingerprint) == len(other.fingerprint)
+    assert a.send(a_call(LONG, given), 0.0).expect_loaded(b, shared, moves=True) is None, "several continue it"
+
+
+def test_a_prefill_deployment_keeps_its_blocks() -> None:
+    given = policy("a", "b")
+    roles = [
+        one.model_copy(update={"role": role})
+        for one, role in zip(given.deployments, ("decode", "prefill"), strict=True)
+    ]
+    deployments, call = fleet_of(given.model_copy(update={"deployments": tuple(roles)})), a_call(LONG, given)
+    deployments["b"].cache.add(call.fingerprint)
+    assert deployments["a"].send(call, 0.0).expect_loaded(deployments["b"], 10, moves=True) is None
+
+
+def test_after_loads_have_failed_repeatedly_none_is_expected_for_a_while() -> None:
+    given = policy("a", "b")
+    deployments, call = fleet_of(given), a_call(LONG, given)
+    a, b = deployments["a"], deployments["b"]
+    b.cache.add(call.fingerprint)
+    a.estimate.reports_cached = True
+    tokens = call.prompt_tokens_estimate
+
+    def load(now: float, cached_tokens: int) -> None:
+        a.cache.clear()
+        sent = a.send(call, now)
+        sent.expect_loaded(b, len(call.fingerprint), moves=False)
+        sent.first_chunk(now)
+        sent.learn_cached(tokens, cached_tokens)
+        sent.learn_usage(call.id, tokens, cached_tokens, 5)
+        sent.end(now)
+        a.cache.clear()
+
+    for cached_tokens in (0, 0, tokens - 10, 0, 0):
+        load(0.0, cached_tokens)
+    assert source_of(call, "a", deployments) == "b", "one of them has succeeded in between"
+    load(0.0, 0)
+    assert source_of(call, "a", deployments) is None
+    assert a.loads_resume_at == LOADS_PAUSE_SECONDS
+    a.loads_resume_at = 0.0
+    assert source_of(call, "a", deployments) == "b"
 
 
 def test_what_is_loaded_is_neither_queued_work_nor_a_measurement() -> None:
@@ -106,7 +205,7 @@ def test_what_is_loaded_is_neither_queued_work_nor_a_measurement() -> None:
     a, matched = deployments["a"], len(call.fingerprint) - 2
     speed = a.estimate.prefill_tokens_per_second
     sent = a.send(call, 0.0)
-    sent.expect_loaded(deployments["b"], matched)
+    sent.expect_loaded(deployments["b"], matched, moves=True)
     left = call.prompt_tokens_estimate - matched * BLOCK_TOKENS
     assert a.estimate.queue.tokens == left
     assert a.estimate.queued_work(0.0) == pytest.approx(left, rel=0.01)
@@ -129,7 +228,7 @@ def test_the_reason_names_the_source() -> None:
     candidates: list[Candidate] = PrefixAffinity().order(call, list(deployments.values()), now=0.0)
     (own,) = (one for one in candidates if one.deployment.name == "a")
     tokens = len(call.fingerprint) * BLOCK_TOKENS
-    assert f"cache ({tokens} at b, to be loaded)" in with_block_source(call, own, candidates, 0.0).reason
+    assert f"cache ({tokens} at b, to be loaded)" in with_block_source(call.fingerprint, own, candidates, 0.0).reason
     assert "loaded" not in own.reason
 
 
@@ -157,7 +256,9 @@ async def test_the_request_names_the_source_and_the_log_keeps_it() -> None:
     second = rig.attempts.done[-1]
     assert second.deployment != first.deployment == second.blocks_from
     calls = [call.kv_transfer for name in (first.deployment, second.deployment) for call in scripts[name].calls]
-    assert calls == [None, load_from(f"http://{first.deployment}.invalid:8000/v1")]
+    loads = load_from(f"http://{first.deployment}.invalid:8000/v1", kept_tokens=0)
+    assert [call and bytes(call) for call in calls] == [None, bytes(loads)]
+    assert holder.cache.match(scripts[first.deployment].calls[0].fingerprint) == 0, "the conversation has moved"
     assert second.predicted_cached_tokens > 0
     holder.slots_taken = 0
     assert rig.idle()

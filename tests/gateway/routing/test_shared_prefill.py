@@ -92,3 +92,16 @@ async def test_other_prompts_avoid_a_deployment_where_calls_wait_for_a_prefix() 
     sent.first_chunk(now())
     await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
     assert deployment.estimate.waiting_for_prefix == 0
+
+
+async def test_a_call_waits_for_what_it_will_load_from_another_deployment() -> None:
+    source, leader, follower = two_calls_of_a_burst()
+    _, target = make_deployments()
+    sent = source.send(leader, now())
+    waiting = asyncio.create_task(wait_for_shared_prefill(follower, target, now() + 60.0, source))
+    await asyncio.sleep(0)
+    assert (target.estimate.waiting_for_prefix, waiting.done()) == (1, False)
+    sent.first_chunk(now())
+    await asyncio.wait_for(waiting, 1.0)
+    assert target.estimate.waiting_for_prefix == 0
+    await asyncio.wait_for(wait_for_shared_prefill(follower, target, now() + 60.0, source), 1.0)

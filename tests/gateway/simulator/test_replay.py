@@ -222,3 +222,31 @@ def test_the_chart_has_a_bar_for_each_strategy() -> None:
     chart = bar_chart("<title>", made)
     assert chart.startswith("<svg ") and "&lt;title&gt;" in chart
     assert chart.count("<rect ") == 1 + 3 * len(STRATEGIES)
+
+
+def test_conversations_take_their_blocks_along_if_engines_load_them() -> None:
+    """Agents at two servers, by turns: each call finds its prompt, wherever it goes, and there is one copy of it."""
+    sessions = [
+        TraceSession(
+            f"s{number}",
+            0.0,
+            [
+                TraceRequest(0.0, 640 * turn, 1, (range(1000 * number, 1000 * number + 10 * turn),))
+                for turn in (1, 2, 3)
+            ],
+        )
+        for number in range(3)
+    ]
+    trace = TrafficTrace("t", sessions, closed_loop=True, concurrency=3, answers_repeat=False)
+    timing = replace(EngineSpeed.of_rate(2000.0), load=0.01, load_token=1e-5)
+    found = {}
+    for rate in (None, 100_000):
+        policy = default_policy(2, provider="warmpath", max_concurrency=1, kv_transfer_tokens_per_second=rate)
+        result = Replay(trace, SimulatedSite(policy, 10**6, timing), lambda _: PrefixAffinity(), holds=True).run()
+        found[rate] = result
+        assert len({request.deployment for request in result.requests}) == 2
+    cached = {rate: sum(request.cached_tokens for request in result.requests) for rate, result in found.items()}
+    assert cached[100_000] == 3 * (640 - 64 + 1280 - 64 + 128) > cached[None]
+    assert sum(engine.cache.findable for engine in found[100_000].engines) == 3 * 30
+    with_loads = sum(request.first_chunk - request.arrived for request in found[100_000].requests)
+    assert with_loads < sum(request.first_chunk - request.arrived for request in found[None].requests)
