@@ -150,7 +150,11 @@ class DeploymentState:
         """A reply has shown whether blocks were loaded from another deployment, as they should have been."""
         self._loads_failed = self._loads_failed + 1 if failed else 0
         if self._loads_failed >= LOADS_FAILED_MAX:
-            self._loads_failed, self.loads_resume_at = 0, now + LOADS_PAUSE_SECONDS
+            self.pause_loads(now)
+
+    def pause_loads(self, now: float) -> None:
+        """Expect no blocks to be loaded from other deployments for a while."""
+        self._loads_failed, self.loads_resume_at = 0, now + LOADS_PAUSE_SECONDS
 
     def is_deprioritised(self, now: float) -> bool:
         """Whether other deployments should go first."""

@@ -107,10 +107,10 @@ class RemotePrefill:
     ) -> Upstream | None:
         """Run an attempt of `prepared`. If the deployment rejects it, run it as it was before: `candidate`.
 
-        The prefill deployment has accepted the prompt, so it may be the params that the other one rejects.
+        It may be the params to load blocks that it rejects, because it was started without the option to load any.
         """
         run = partial(self._runner.run, call, in_own_task=in_own_task)
-        if prepared.kv_transfer is None:
+        if prepared.block_source is None:
             return await run(prepared, deadline, attempts, floor)
         try:
             return await run(prepared, deadline, attempts, floor)
@@ -118,6 +118,7 @@ class RemotePrefill:
             upstream = await run(candidate, deadline, attempts, floor)
             reason = f"it rejected kv_transfer_params with status {refusal.upstream_status}; does it load blocks?"
             candidate.deployment.failures.failed("no_kv_transfer", reason, call.id, attempts.loop.time())
+            candidate.deployment.pause_loads(attempts.loop.time())
             return upstream
 
     def choose(self, call: Call, candidate: Candidate, strategy: Strategy, now: float) -> Candidate | None:

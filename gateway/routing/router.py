@@ -289,7 +289,7 @@ class Router:
             attempt_deadline = deadline
             if call.stream and attempts.tries < MAX_ATTEMPTS - 1 and _others_may_answer(candidates, candidate, now):
                 attempt_deadline = now + TTFT_SHARE * (deadline - now)
-            if hedge_after_seconds is None and prepared.kv_transfer is None:
+            if hedge_after_seconds is None and prepared.block_source is None:
                 upstream = await self._runner.run(call, prepared, attempt_deadline, attempts, floor)
             elif hedge_after_seconds is None:
                 run = self._remote_prefill.run_prepared

@@ -12,7 +12,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import LOADS_PAUSE_SECONDS, DeploymentState
 from gateway.policy import Deployment, Policy
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.providers.base import UpstreamResponse
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.offline import OfflineProvider
 from gateway.routing.base import Candidate
 from gateway.routing.block_source import with_block_source
@@ -260,6 +260,37 @@ async def test_the_request_names_the_source_and_the_log_keeps_it() -> None:
     assert [call and bytes(call) for call in calls] == [None, bytes(loads)]
     assert holder.cache.match(scripts[first.deployment].calls[0].fingerprint) == 0, "the conversation has moved"
     assert second.predicted_cached_tokens > 0
+    holder.slots_taken = 0
+    assert rig.idle()
+
+
+class LoadsNothing(Seen):
+    """An engine that was started without the option to load blocks."""
+
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+        response = await super().open(call, headers=headers, body=body)
+        if call.kv_transfer is not None:
+            raise ProviderFailure(Fault.REFUSED, "requires --kv-transfer-peers", status=400, body=b"{}")
+        return response
+
+
+async def test_an_engine_that_rejects_the_field_gets_the_call_without_it() -> None:
+    scripts = {"a": LoadsNothing(), "b": LoadsNothing()}
+    rig = Rig(policy("a", "b", max_concurrency=1), **scripts)
+    await rig.chunks(messages=LONG["messages"])
+    first = rig.attempts.done[-1].deployment
+    holder = deployment_named(rig, first)
+    holder.slots_taken = holder.slots  # by calls of others
+    assert await rig.chunks(messages=LONG["messages"]) == [TEXT, DONE]
+    target = deployment_named(rig, "b" if first == "a" else "a")
+    calls = scripts[target.name].calls
+    assert [call.kv_transfer is None for call in calls] == [False, True]
+    assert target.failures.last_reason == "it rejected kv_transfer_params with status 400; does it load blocks?"
+    target.cache.clear()
+    assert await rig.chunks(messages=LONG["messages"]) == [TEXT, DONE]
+    assert calls[-1].kv_transfer is None, "it is not asked again for a while"
+    assert len(calls) == 3
+    assert target.breaker.open is False
     holder.slots_taken = 0
     assert rig.idle()
 
