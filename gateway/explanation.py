@@ -22,6 +22,7 @@ from gateway.policy.traffic import Canonicalise
 from gateway.prefix.fingerprint import BLOCK_BYTES
 from gateway.prompts.canonicaliser import Canonicaliser, join_fields, new_call_id
 from gateway.routing.base import Candidate
+from gateway.routing.block_source import with_block_source
 from gateway.routing.router import Router
 from gateway.types import Call, Principal, Trace
 
@@ -77,6 +78,10 @@ class Explainer:
         as_sent = Canonicaliser(self._secret).canonicalise(endpoint, body, headers, policy=self._untouched, **context)
         own = frozenset(deployment.name for deployment in self._fleet.deployments_of(call.model))
         prefill = self._router.prefill_of(call, candidates[0], context["now"])
+        if call.has_prefix:
+            candidates = [
+                with_block_source(call.fingerprint, candidate, candidates, context["now"]) for candidate in candidates
+            ]
         return Explanation(self._policy, call, as_sent, candidates, seconds, context["now"], own, prefill)
 
     def _refusal(self, call: Call) -> str:

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.core.kv_transfer import load_from
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import LOADS_PAUSE_SECONDS, DeploymentState
+from gateway.endpoints import ENDPOINTS
+from gateway.explanation import Explainer
 from gateway.policy import Deployment, Policy
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.offline import OfflineProvider
+from gateway.routing import STRATEGIES
 from gateway.routing.base import Candidate
 from gateway.routing.block_source import with_block_source
 from gateway.routing.prefix_affinity import PrefixAffinity
-from gateway.types import Call
+from gateway.routing.router import Router
+from gateway.types import Call, Principal
 from tests.gateway.calls import a_call, a_policy, chat
 from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, deployment_named
 
@@ -230,6 +235,19 @@ def test_the_reason_names_the_source() -> None:
     tokens = len(call.fingerprint) * BLOCK_TOKENS
     assert f"cache ({tokens} at b, to be loaded)" in with_block_source(call.fingerprint, own, candidates, 0.0).reason
     assert "loaded" not in own.reason
+
+
+async def test_explanations_name_the_source() -> None:
+    given = policy("a", "b")
+    fleet = Fleet(lambda deployment: OfflineProvider())
+    fleet.apply(given)
+    call = a_call(LONG, given)
+    next(one for one in fleet if one.name == "b").cache.add(call.fingerprint)
+    explainer = Explainer(given, fleet, Router(fleet, STRATEGIES), b"secret")
+    explained = explainer.explain(ENDPOINTS[0], msgspec.json.encode(LONG), {}, Principal(given.tenants[0], "k"))
+    sources = {one.deployment.name: one.block_source for one in explained.candidates}
+    assert sources["b"] is None
+    assert sources["a"] is not None and sources["a"].deployment.name == "b"
 
 
 class Seen(Script):
