@@ -40,7 +40,7 @@ class CacheModel:
         self._remembered: OrderedDict[Run, None] = OrderedDict()  # evicted runs, first evicted first
         self.cached_blocks = 0  # predicted to be cached now
         self._remembered_blocks = 0
-        self._ages = BlockAges()  # of all runs, cached or remembered
+        self._ages = BlockAges()  # of all runs, cached or remembered, but for those that are gone
         # By the clock at which a call in flight was added: the blocks that it used last. The engine evicts none of them
         self._in_use: dict[int, int] = {}
         self._in_use_blocks = 0  # the sum of these
@@ -86,6 +86,7 @@ class CacheModel:
         if not path:
             return CachePrediction(0, 0, (), self.version, walk)
         matched, end = 0, 0
+        remembered = depth
         ages: list[tuple[int, int]] = []
         reused: list[tuple[int, int]] = []
         for run in path:
@@ -94,6 +95,8 @@ class CacheModel:
             next_end = end + length if end + length < depth else depth
             if matched == end:
                 matched = end + staying if end + staying < depth else depth
+            if run.is_gone and end < remembered:
+                remembered = end
             if run.is_cached:
                 if run.settled_blocks:
                     settled_end = end + run.settled_blocks
@@ -102,7 +105,7 @@ class CacheModel:
                     ages.append((next_end, 0))
             reused.append((self.clock - run.last_used, next_end - end))
             end = next_end
-        return CachePrediction(matched, depth, tuple(ages), self.version, walk, tuple(reused))
+        return CachePrediction(matched, remembered, tuple(ages), self.version, walk, tuple(reused), depth)
 
     def _victims(self, blocks: int) -> dict[Run, int]:
         """The runs that are evicted next, for so many blocks, and how many blocks of each."""
@@ -206,7 +209,7 @@ class CacheModel:
         self._change_count(run, len(rest))
 
     def remove(self, chain: Sequence[int]) -> None:
-        """The last block of this chain was evicted, and with it every block that continues it."""
+        """The last block of this chain was evicted, and with it every block that continues it. They are remembered."""
         path, depth, _ = self._walk(chain)
         if not chain or depth < len(chain):
             return
@@ -217,15 +220,12 @@ class CacheModel:
         removed_runs = list(tip.children.values())
         for run in removed_runs:
             removed_runs.extend(run.children.values())
-        for run in reversed(removed_runs):
-            self._drop(run)
         kept_blocks = len(chain) - before - 1
-        if not kept_blocks:
-            self._drop(tip)
-            return
-        self._change_count(tip, kept_blocks - len(tip.blocks))
-        del tip.blocks[kept_blocks:]
-        tip.settled_blocks = min(tip.settled_blocks, kept_blocks)
+        if kept_blocks:
+            tip = self._cut_off(tip, kept_blocks)
+        for run in (*reversed(removed_runs), tip):
+            self._lose(run)
+        self._forget_oldest()
 
     def give_up(self, chain: Sequence[int], kept: int) -> None:
         """The deployment drops the end of the chain, from block `kept` on, as far as no other chain has it.
@@ -242,10 +242,7 @@ class CacheModel:
                 return
             if run.is_cached:
                 self.version += 1
-                if kept > begin:
-                    self._split(run, kept - begin)
-                run.settled = run.settled_blocks = 0
-                self._evict(run)
+                self._lose(self._cut_off(run, kept - begin) if kept > begin else run)
 
     def clear(self) -> None:
         """The engine was restarted, or dropped its cache. Its capacity is unchanged."""
@@ -346,12 +343,14 @@ class CacheModel:
         self.version += 1
         self.capacity = capacity
         self._make_room()
-        while self._remembered:  # what was evicted too early
-            run = next(reversed(self._remembered))
+        while (run := self._newest_evicted()) is not None:  # perhaps too early
             if run.last_used <= self._lost_until or self.cached_blocks + len(run.blocks) > capacity:
                 return
             self._restore(run)
             self._cached.move_to_end(run, last=False)
+
+    def _newest_evicted(self) -> Run | None:
+        return next((run for run in reversed(self._remembered) if not run.is_gone), None)
 
     def _walk(self, chain: Sequence[int]) -> Walk:
         path: list[Run] = []
@@ -369,7 +368,7 @@ class CacheModel:
         """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""
         assert run.parent is not None
         head = Run(run.parent, run.blocks[:length], run.last_used)
-        head.is_cached, head.settled = run.is_cached, run.settled
+        head.is_cached, head.is_gone, head.settled = run.is_cached, run.is_gone, run.settled
         head.settled_blocks = min(run.settled_blocks, length)
         run.settled_blocks -= head.settled_blocks
         run.parent.children[head.blocks[0]] = head
@@ -379,9 +378,26 @@ class CacheModel:
         (self._cached if head.is_cached else self._remembered)[head] = None
         return head
 
+    def _cut_off(self, run: Run, length: int) -> Run:
+        """Cut a run after `length` blocks. It becomes the head, and keeps its place in the order. Returns the rest."""
+        rest = Run(run, run.blocks[length:], run.last_used)
+        rest.is_cached, rest.is_gone, rest.settled = run.is_cached, run.is_gone, run.settled
+        rest.settled_blocks = max(0, run.settled_blocks - length)
+        run.settled_blocks -= rest.settled_blocks
+        rest.children = run.children
+        for child in rest.children.values():
+            child.parent = rest
+        del run.blocks[length:]
+        run.children = {rest.blocks[0]: rest}
+        (self._cached if rest.is_cached else self._remembered)[rest] = None
+        return rest
+
     def _mark_used(self, run: Run) -> None:
         blocks = len(run.blocks)
-        self._ages.move(run.last_used, self.clock, blocks)
+        if run.is_gone:
+            self._ages.change(self.clock, blocks)
+        else:
+            self._ages.move(run.last_used, self.clock, blocks)
         if run.last_used in self._in_use:  # another call uses the run, too
             self._in_use[run.last_used] -= blocks
             self._in_use_blocks -= blocks
@@ -394,7 +410,7 @@ class CacheModel:
 
     def _restore(self, run: Run) -> None:
         """A remembered run is cached."""
-        run.is_cached = True
+        run.is_cached, run.is_gone = True, False
         del self._remembered[run]
         self._cached[run] = None
         self._remembered_blocks -= len(run.blocks)
@@ -420,6 +436,10 @@ class CacheModel:
                 head = self._split(run, len(run.blocks) - excess)
                 self._cached.move_to_end(head, last=False)
             self._evict(run)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Bound what is remembered."""
         while (
             self._remembered_blocks > REMEMBERED_MIN_BLOCKS
             and self._remembered_blocks > REMEMBERED_FACTOR * self.capacity
@@ -446,6 +466,15 @@ class CacheModel:
         self.cached_blocks -= len(run.blocks)
         self._remembered_blocks += len(run.blocks)
 
+    def _lose(self, run: Run) -> None:
+        """The deployment has dropped a run: it takes no room, which teaches nothing about the capacity."""
+        run.settled = run.settled_blocks = 0
+        if not run.is_gone:
+            run.is_gone = True
+            self._ages.change(run.last_used, -len(run.blocks))
+        if run.is_cached:
+            self._evict(run)
+
     def _drop(self, run: Run) -> None:
         """Forget a run that no other run continues."""
         assert run.parent is not None and not run.children
@@ -454,7 +483,8 @@ class CacheModel:
         self._change_count(run, -len(run.blocks))
 
     def _change_count(self, run: Run, blocks: int) -> None:
-        self._ages.change(run.last_used, blocks)
+        if not run.is_gone:
+            self._ages.change(run.last_used, blocks)
         if run.is_cached:
             self.cached_blocks += blocks
         else:

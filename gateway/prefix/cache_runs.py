@@ -21,7 +21,7 @@ class Run:
     the clock when the last call that used them ended.
     """
 
-    __slots__ = ("blocks", "children", "is_cached", "last_used", "parent", "settled", "settled_blocks")
+    __slots__ = ("blocks", "children", "is_cached", "is_gone", "last_used", "parent", "settled", "settled_blocks")
 
     def __init__(self, parent: Run | None, blocks: array[int], last_used: int) -> None:
         self.parent = parent
@@ -31,6 +31,7 @@ class Run:
         self.settled = 0
         self.settled_blocks = 0
         self.is_cached = True  # False: evicted, and only remembered
+        self.is_gone = False  # evicted, whatever the capacity is
 
 
 Walk = tuple[list[Run], int, int]
@@ -41,7 +42,9 @@ run belong to the chain if not all of them do (else 0)."""
 class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     """What the model predicted for a chain at one moment. All lengths are in blocks.
 
-    The first `matched` blocks are predicted to be cached. The blocks from there to `remembered` are known, but evicted.
+    The first `matched` blocks are predicted to be cached. The blocks from there to `remembered` are evicted, unless the
+    capacity is larger than the model assumes. Those from there to `known` have been cached, but are gone, or were
+    cached behind some that are.
     `ages` has entries for each run on the chain's path: where the run, or its settled part, ends in the chain, and its
     `settled`, which is 0 for blocks that may not be computed yet. `version` is the model's version: while it is
     unchanged, the prediction and its `walk` are current.
@@ -56,6 +59,7 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     version: int
     walk: Walk | None = None
     reused: tuple[tuple[int, int], ...] = ()
+    known: int = 0
 
     @property
     def repeats_prompt(self) -> bool:
@@ -64,7 +68,7 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
         Then it is a conversation's next turn, or the same prompt again. What several conversations have in common has
         branches behind it.
         """
-        if not self.walk or not self.walk[0] or self.matched < self.remembered:
+        if not self.walk or not self.walk[0] or self.matched < self.known:
             return False
         path, _, cut = self.walk
         return not path[-1].children and (not cut or cut >= REPEATED_SHARE * len(path[-1].blocks))
@@ -75,7 +79,7 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
 
         A block may be missing at its end, which was not full then. None if nothing is known to belong to it alone.
         """
-        if not self.walk or not self.walk[0] or self.matched < self.remembered:
+        if not self.walk or not self.walk[0] or self.matched < self.known:
             return None
         path, depth, cut = self.walk
         length = len(path[-1].blocks)
@@ -104,6 +108,8 @@ def known_parts(walk: Walk, distance_of: Callable[[int], int], lost_until: int) 
     parts: list[KnownBlocks] = []
     end, last_used, same_use, distance = 0, -1, 0, 0
     for run in path:
+        if run.is_gone:
+            break
         if run.last_used != last_used:
             last_used, same_use, distance = run.last_used, 0, distance_of(run.last_used)
         length, settled = len(run.blocks), run.settled_blocks

@@ -73,7 +73,7 @@ class CacheSlots(CacheModel):
         slot = self.choose_slot(chain)
         matched = 0 if slot is None else shared_blocks(self._chains[slot], chain)
         ages = () if slot is None or not matched else ((matched, self._used[slot]),)
-        return CachePrediction(matched, matched, ages, self.version)
+        return CachePrediction(matched, matched, ages, self.version, known=matched)
 
     def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
         self._newest = self.choose_slot(chain)

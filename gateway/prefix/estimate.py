@@ -76,6 +76,7 @@ class Estimate:
         self.prompt_tokens_in_flight = 0  # of those calls
         self.waiting_for_prefix = 0  # calls that will be sent here once a prefix is computed that they share
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
+        self._reported_capacity_tokens: int | None = None  # the same, when it was reported last
         self._alone: InFlightPrompt | None = None  # in flight, and no other one has been since it was sent
         self._prefill_share = PrefillShare()
         self._peers_seen_at = -math.inf  # until when peers had calls in flight
@@ -96,6 +97,12 @@ class Estimate:
     def prefill_tokens_per_second(self) -> float:
         """The learned speed; the policy's guess until something was measured."""
         return self.speed.tokens_per_second
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The capacity of the engine's cache, as it was reported or learned. The cache model may have more room."""
+        reported = self._reported_capacity_tokens
+        return self.cache.capacity_tokens if reported is None else reported
 
     def busy_time(self, now: float) -> BusyTime:
         """How busy the deployment is with prompts, up to now."""
@@ -408,4 +415,5 @@ class Estimate:
     def set_capacity(self, engine_tokens: int, room: float = 1.0) -> None:
         """The engine reported its cache's capacity in engine tokens. The cache model gets `room` times as many."""
         self.capacity_engine_tokens = engine_tokens
+        self._reported_capacity_tokens = round(engine_tokens / self.tokens_scale)
         self.cache.resize(round(room * engine_tokens / self.tokens_scale))

@@ -129,4 +129,5 @@ def _pieces(prompt: InFlightPrompt, speed: PrefillSpeed) -> Iterator[Piece]:
 
 def _ends_of_runs(prediction: CachePrediction) -> Iterator[int]:
     """The lengths in blocks at which the cached part of a prompt may end; the last one is at `remembered`."""
-    yield from accumulate((blocks for _, blocks in prediction.reused), initial=0)
+    ends = accumulate((blocks for _, blocks in prediction.reused), initial=0)
+    yield from (end for end in ends if end <= prediction.remembered)

@@ -31,6 +31,7 @@ from typing import Protocol
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.conversation import Conversation, Occupancy
 from gateway.prefix.estimate import Estimate
+from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.hold_choice import Crowd, HoldChoice
 
 IDLE_SECONDS = 330.0  # without a call, after which a conversation is parked
@@ -166,10 +167,9 @@ class WorkingSet:
 
         None if the prompt has no full block or exceeds the cache, or if conversations are not tracked now.
         """
-        remembered = prediction.remembered
         computed = len(prompt.fingerprint) - prediction.matched + 1  # the incomplete last block, too
         self._computed_blocks += CALL_WEIGHT * (computed - self._computed_blocks)
-        self._repeated_blocks += CALL_WEIGHT * (remembered - prediction.matched - self._repeated_blocks)
+        self._repeated_blocks += CALL_WEIGHT * (prediction.known - prediction.matched - self._repeated_blocks)
         self.is_crowded = self._repeated_blocks > CROWDED_SHARE * self._computed_blocks
         if self.is_crowded:
             self.tracked_until = max(self.tracked_until, now + IDLE_SECONDS)
@@ -185,7 +185,7 @@ class WorkingSet:
         if not prompt.fingerprint or not _can_hold(home, prompt):
             return None
         self._expire(now)
-        known = self._ending_with(prompt.fingerprint[-1]) or self._find_continued(prompt.fingerprint, remembered)
+        known = self._ending_with(prompt.fingerprint[-1]) or self._find_continued(prompt.fingerprint, prediction.known)
         conversation = self._assign_home(prompt, known, home, now)
         conversation.turns += 1
         conversation.running += 1
@@ -243,13 +243,13 @@ class WorkingSet:
     def _occupancy_of(self, home: Estimate) -> Occupancy:
         """The deployment's occupancy, computed again if a conversation or the cache's capacity changed."""
         occupancy = self._occupancies.get(home)
-        if occupancy is None or occupancy.capacity_tokens != home.cache.capacity_tokens:
+        if occupancy is None or occupancy.capacity_tokens != home.capacity_tokens:
             claimed: dict[tuple[bool, str], int] = {}
             for conversation in self._at.get(home, ()):
                 if not conversation.held:
                     key = conversation.urgent, conversation.tenant
                     claimed[key] = claimed.get(key, 0) + self._claim(conversation)
-            occupancy = Occupancy(home.cache.capacity_tokens, claimed)
+            occupancy = Occupancy(home.capacity_tokens, claimed)
             self._occupancies[home] = occupancy
         return occupancy
 
@@ -264,7 +264,7 @@ class WorkingSet:
             return 0
         if conversation.turns != 1:
             return int(conversation.tokens * conversation.alive_share)
-        if conversation.tokens < FIRST_TURN_MIN_SHARE * conversation.home.cache.capacity_tokens:
+        if conversation.tokens < FIRST_TURN_MIN_SHARE * conversation.home.capacity_tokens:
             return 0
         return conversation.tokens if conversation.running else int(conversation.tokens * self._second_turn_share)
 
@@ -341,8 +341,8 @@ class WorkingSet:
     def _limit(self, home: Estimate, *, urgent: bool = False) -> float:
         """How many tokens conversations may claim at a deployment."""
         if urgent:
-            return home.cache.capacity_tokens * FILL_SHARE
-        return home.cache.capacity_tokens * (FILL_SHARE - RESERVE_SHARE if self._reserve_until else FILL_SHARE)
+            return home.capacity_tokens * FILL_SHARE
+        return home.capacity_tokens * (FILL_SHARE - RESERVE_SHARE if self._reserve_until else FILL_SHARE)
 
     def _assign_home(
         self, prompt: RoutedPrompt, known: Conversation | None, home: Estimate, now: float
@@ -420,4 +420,4 @@ class WorkingSet:
 
 def _can_hold(home: Estimate, prompt: RoutedPrompt) -> bool:
     """Whether the prompt fits into the deployment's cache at all."""
-    return len(prompt.fingerprint) <= home.cache.capacity
+    return len(prompt.fingerprint) <= home.capacity_tokens // BLOCK_TOKENS

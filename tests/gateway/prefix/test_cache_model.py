@@ -263,3 +263,31 @@ def test_what_was_given_up_is_not_cached_and_teaches_nothing() -> None:
     assert model.cached_blocks == 8
     model.add(range(18))
     assert model.match(range(18)) == 18, "it has come back"
+
+
+def test_what_an_engine_reports_as_evicted_is_known_and_gone() -> None:
+    """Known, so that it is noticed if conversations evict each other; gone, so that nothing expects it to be cached."""
+    model = CacheModel(100 * BLOCK_TOKENS)
+    model.add(range(16))
+    model.add(range(100, 116))
+    model.remove(range(11))
+    found = model.predict(range(18))
+    assert (found.matched, found.remembered, found.known) == (10, 10, 16)
+    assert not found.repeats_prompt and found.own_part is None
+    model.resize(200 * BLOCK_TOKENS)
+    assert model.match(range(16)) == 10, "a larger capacity does not bring it back"
+    model.resize(20 * BLOCK_TOKENS)
+    assert (model.match(range(16)), model.match(range(100, 116))) == (4, 16), "what is left of it is as old as before"
+    model.add(range(16))
+    assert model.predict(range(16)).matched == 16, "it was computed again"
+
+
+@given(steps_of, st.integers(1, 30))
+def test_reuse_distances_count_what_takes_room(steps: list[tuple[str, str]], capacity: int) -> None:
+    model = CacheModel(capacity * BLOCK_TOKENS)
+    for method, text in steps:
+        getattr(model, method)(chain_of(text))
+    runs = [*model._cached, *(run for run in model._remembered if not run.is_gone)]
+    assert sum(model._ages._blocks) == sum(len(run.blocks) for run in runs)
+    assert model.cached_blocks == sum(len(run.blocks) for run in model._cached)
+    assert model._remembered_blocks == sum(len(run.blocks) for run in model._remembered)

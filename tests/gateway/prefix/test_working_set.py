@@ -207,7 +207,7 @@ def test_real_time_calls_are_not_held_if_deployments_would_idle_meanwhile() -> N
 
 def test_real_time_conversations_are_tracked_while_calls_miss_what_was_evicted() -> None:
     rig, home = Rig(), Estimate(100 * BLOCK_TOKENS, 1000)
-    evicted, cached = CachePrediction(1, 20, (), 0), CachePrediction(20, 20, (), 0)
+    evicted, cached = CachePrediction(1, 20, (), 0, known=20), CachePrediction(20, 20, (), 0, known=20)
     turn = Turn(1, 20, may_be_held=False)
     assert all(rig.set.begin(turn, home, float(at), cached) is None for at in range(50))
     assert any(rig.set.begin(turn, home, 50.0 + at, evicted) is not None for at in range(99))
@@ -215,3 +215,16 @@ def test_real_time_conversations_are_tracked_while_calls_miss_what_was_evicted()
     assert all(rig.set.begin(turn, home, 150.0 + at, cached) is not None for at in range(300))
     assert was_crowded and not rig.set.is_crowded
     assert rig.set.begin(turn, home, 450.0 + IDLE_SECONDS, cached) is None
+
+
+def test_a_reported_capacity_is_what_conversations_share() -> None:
+    """The cache model has room for more, since events tell it what is evicted."""
+    home = Estimate(1000 * BLOCK_TOKENS, 1000)
+    assert home.capacity_tokens == 1000 * BLOCK_TOKENS
+    home.set_capacity(30 * BLOCK_TOKENS, 2.0)
+    assert (home.capacity_tokens, home.cache.capacity) == (30 * BLOCK_TOKENS, 60)
+    rig = Rig()
+    rig.homes[0].set_capacity(30 * BLOCK_TOKENS, 2.0)
+    rig.converses(Turn(1, 20), 0.0)
+    rig.converses(Turn(1, 20), 1.0)
+    assert not rig.sends(Turn(2, 20), 2.0), "both do not fit"
