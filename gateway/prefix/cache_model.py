@@ -40,7 +40,7 @@ class CacheModel:
         self._remembered: OrderedDict[Run, None] = OrderedDict()  # evicted runs, first evicted first
         self.cached_blocks = 0  # predicted to be cached now
         self._remembered_blocks = 0
-        self._ages = BlockAges()  # of all runs, cached or remembered, but for those that are gone
+        self._ages = BlockAges()  # of all runs, cached or remembered, except those that are gone
         # By the clock at which a call in flight was added: the blocks that it used last. The engine evicts none of them
         self._in_use: dict[int, int] = {}
         self._in_use_blocks = 0  # the sum of these

@@ -306,7 +306,7 @@ async def test_an_engine_that_rejects_the_field_gets_the_call_without_it() -> No
     assert target.failures.last_reason == "it rejected kv_transfer_params with status 400; does it load blocks?"
     target.cache.clear()
     assert await rig.chunks(messages=LONG["messages"]) == [TEXT, DONE]
-    assert calls[-1].kv_transfer is None, "it is not asked again for a while"
+    assert calls[-1].kv_transfer is None, "the field is not sent again for a while"
     assert len(calls) == 3
     assert target.breaker.open is False
     holder.slots_taken = 0
