@@ -53,9 +53,7 @@ class _PeerCall(msgspec.Struct, array_like=True, frozen=True):
     usage: tuple[str, int, int, int] | None  # call id, input, cached and output tokens
     slot: int | None = None  # the llama.cpp slot, if the deployment has slots
     tenant_name: str = ""  # of a conversation in the working set; else empty
-    moved: tuple[int, int, int] | None = (
-        None  # the deployment whose blocks it took, how many, and how many of them stay
-    )
+    moved: tuple[int, int, int] | None = None  # from which deployment, how many blocks, and how many of them stay
 
 
 class _PeerMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):

@@ -64,8 +64,10 @@ class AttemptRunner:
         its own, which its creator may cancel; otherwise it runs in the call's task.
         """
         deployment, loop, source = candidate.deployment, attempts.loop, candidate.block_source
-        if deployment.estimate.queue.tokens or source is not None:
-            await wait_for_shared_prefill(call, deployment, deadline, None if source is None else source.deployment)
+        # A prefill deployment has computed the prompt already.
+        loads_from = None if source is None or candidate.kv_transfer is not None else source.deployment
+        if deployment.estimate.queue.tokens or loads_from is not None:
+            await wait_for_shared_prefill(call, deployment, deadline, loads_from)
         request = call
         if call.media is not None and self._media is not None:  # before the deployment's own time begins
             fetched = await _with_media(self._media, call, deployment, attempts)

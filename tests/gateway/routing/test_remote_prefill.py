@@ -14,6 +14,7 @@ import pytest
 from gateway.core.errors import Overloaded, UpstreamRefused
 from gateway.core.kv_transfer import PREFILL, load_from
 from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Policy
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.routing import STRATEGIES
@@ -399,6 +400,19 @@ async def test_prompts_with_a_common_prefix_go_to_the_prefill_deployment_that_ha
     await rig.chunks(attempts, messages=LONG)
     assert [attempt.outcome for attempt in attempts.done] == ["prefilled", "ok"]
     assert sorted((p.opened, q.opened)) == [0, 2]
+
+
+async def test_nothing_waits_for_a_prompt_that_is_computed_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another prompt in the prefill deployment's queue may begin with the same prefix."""
+    waited: list[str] = []
+
+    async def wait(call: Call, deployment: DeploymentState, deadline: float, source: DeploymentState | None) -> None:
+        waited.append(deployment.name)
+
+    monkeypatch.setattr("gateway.routing.attempt_runner.wait_for_shared_prefill", wait)
+    rig = Rig(policy(), p=Seen(ANSWER), d=decoding())
+    await rig.chunks(messages=LONG)
+    assert (rig.outcomes, waited) == ([("p", "prefilled"), ("d", "ok")], [])
 
 
 async def test_a_bundled_engine_loads_from_a_prefill_deployment_without_asking_it_again() -> None:
