@@ -436,7 +436,8 @@ class CacheModel:
                 head = self._split(run, len(run.blocks) - excess)
                 self._cached.move_to_end(head, last=False)
             self._evict(run)
-        self._forget_oldest()
+        if self._remembered_blocks > REMEMBERED_MIN_BLOCKS:
+            self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         """Bound what is remembered."""
