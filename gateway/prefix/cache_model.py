@@ -379,9 +379,15 @@ class CacheModel:
         return head
 
     def _cut_off(self, run: Run, length: int) -> Run:
-        """Cut a run after `length` blocks. It becomes the head, and keeps its place in the order. Returns the rest."""
+        """Cut a run after `length` blocks, and return the rest. The head keeps its place in the order of eviction.
+
+        Of a remembered run, the rest keeps its place, since what comes later in a chain is forgotten first.
+        """
+        if not run.is_cached:
+            self._split(run, length)
+            return run
         rest = Run(run, run.blocks[length:], run.last_used)
-        rest.is_cached, rest.is_gone, rest.settled = run.is_cached, run.is_gone, run.settled
+        rest.settled = run.settled
         rest.settled_blocks = max(0, run.settled_blocks - length)
         run.settled_blocks -= rest.settled_blocks
         rest.children = run.children
@@ -389,7 +395,7 @@ class CacheModel:
             child.parent = rest
         del run.blocks[length:]
         run.children = {rest.blocks[0]: rest}
-        (self._cached if rest.is_cached else self._remembered)[rest] = None
+        self._cached[rest] = None
         return rest
 
     def _mark_used(self, run: Run) -> None:

@@ -211,7 +211,7 @@ class Warmpath(VLLM):
         supports only one verbosity, so a verbosity that is only a hint is omitted.
 
         Embeddings, reranks and scores have a cache salt and a priority, too: the engine computes them with its prefix
-        cache, in the same batches. Texts to tokenise have a salt alone, by which tenants take turns.
+        cache, in the same batches. With texts to tokenise, the salt only makes tenants take turns.
         """
         fields = super().body_fields(call)
         passed = None if call.passed is None else call.passed.name

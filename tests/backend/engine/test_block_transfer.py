@@ -35,6 +35,27 @@ def load(checkpoint_dir: Callable[[str], Any]) -> Load:
     return load
 
 
+class Listener:
+    """Keeps what is published as KV events."""
+
+    def __init__(self) -> None:
+        self.blocks: list[CachedBlock] = []
+        self.removed_hashes: list[bytes] = []
+        self.num_batches = 0
+
+    def stored(self, block: CachedBlock) -> None:
+        self.blocks.append(block)
+
+    def removed(self, block_hash: bytes) -> None:
+        self.removed_hashes.append(block_hash)
+
+    def cleared(self) -> None:
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        self.num_batches += 1
+
+
 def request_of(prompt: Sequence[int], **options: Any) -> Request:
     return Request("r", list(prompt), SamplingParams(max_tokens=8, temperature=0.0), **options)
 
@@ -179,23 +200,6 @@ def test_a_block_that_was_computed_meanwhile_is_not_doubled(load: Load) -> None:
 
 
 def test_written_blocks_are_published_as_kv_events(load: Load) -> None:
-    class Listener:
-        def __init__(self) -> None:
-            self.blocks: list[CachedBlock] = []
-            self.num_batches = 0
-
-        def stored(self, block: CachedBlock) -> None:
-            self.blocks.append(block)
-
-        def removed(self, block_hash: bytes) -> None:
-            pass
-
-        def cleared(self) -> None:
-            pass
-
-        def end_step(self) -> None:
-            self.num_batches += 1
-
     source, listener = load(), Listener()
     run(source, request_of(PROMPT, cache_salt="a"))
     target, request = load(listener), request_of(PROMPT, cache_salt="a")
@@ -251,23 +255,6 @@ def test_blocks_that_are_read_while_steps_run_have_the_right_content(load: Load)
 
 
 def test_dropped_blocks_are_published_as_kv_events(load: Load) -> None:
-    class Listener:
-        def __init__(self) -> None:
-            self.removed_hashes: list[bytes] = []
-            self.num_batches = 0
-
-        def stored(self, block: CachedBlock) -> None:
-            pass
-
-        def removed(self, block_hash: bytes) -> None:
-            self.removed_hashes.append(block_hash)
-
-        def cleared(self) -> None:
-            pass
-
-        def end_step(self) -> None:
-            self.num_batches += 1
-
     listener = Listener()
     source, request = load(listener), request_of(PROMPT)
     run(source, request)

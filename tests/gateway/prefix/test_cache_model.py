@@ -7,9 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.prefix import cache_model
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -291,3 +293,21 @@ def test_reuse_distances_count_what_takes_room(steps: list[tuple[str, str]], cap
     assert sum(model._ages._blocks) == sum(len(run.blocks) for run in runs)
     assert model.cached_blocks == sum(len(run.blocks) for run in model._cached)
     assert model._remembered_blocks == sum(len(run.blocks) for run in model._remembered)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "add", "remove", "touch", "give_up"]), texts)), st.integers(1, 6))
+def test_what_is_remembered_is_bounded(steps: list[tuple[str, str]], capacity: int) -> None:
+    """Ends of chains are forgotten before their beginnings, in whatever order they were evicted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_model, "REMEMBERED_MIN_BLOCKS", 3)
+        patch.setattr(cache_model, "REMEMBERED_FACTOR", 1)
+        model = CacheModel(capacity * BLOCK_TOKENS)
+        for method, text in steps:
+            chain = chain_of(text)
+            if method == "give_up":
+                model.give_up(chain, len(chain) // 2)
+            else:
+                getattr(model, method)(chain)
+        model.resize(capacity * BLOCK_TOKENS)  # makes room
+        assert model._remembered_blocks <= max(3, capacity)
+        assert model._remembered_blocks == sum(len(run.blocks) for run in model._remembered)

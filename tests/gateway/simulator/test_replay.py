@@ -225,7 +225,7 @@ def test_the_chart_has_a_bar_for_each_strategy() -> None:
 
 
 def test_conversations_take_their_blocks_along_if_engines_load_them() -> None:
-    """Agents at two servers, by turns: each call finds its prompt, wherever it goes, and there is one copy of it."""
+    """Three agents share two servers. Each call finds its prompt wherever it goes, and there is one copy of it."""
     sessions = [
         TraceSession(
             f"s{number}",
