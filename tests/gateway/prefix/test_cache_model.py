@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.prefix import cache_model
@@ -296,6 +296,7 @@ def test_reuse_distances_count_what_takes_room(steps: list[tuple[str, str]], cap
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "add", "remove", "touch", "give_up"]), texts)), st.integers(1, 6))
+@example([("add", "ba"), ("add", "aa"), ("remove", "ba"), ("remove", "a")], 2)
 def test_what_is_remembered_is_bounded(steps: list[tuple[str, str]], capacity: int) -> None:
     """Ends of chains are forgotten before their beginnings, in whatever order they were evicted."""
     with pytest.MonkeyPatch.context() as patch:
