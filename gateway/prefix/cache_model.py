@@ -381,7 +381,7 @@ class CacheModel:
     def _cut_off(self, run: Run, length: int) -> Run:
         """Cut a run after `length` blocks, and return the rest. The head keeps its place in the order of eviction.
 
-        If the run is only remembered, the head is moved behind it: ends of chains are forgotten before their beginnings.
+        If the run is only remembered, the head moves behind it: ends of chains are forgotten before their beginnings.
         """
         if not run.is_cached:
             self._split(run, length)
